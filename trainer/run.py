@@ -63,7 +63,6 @@ from trainer.errors import (
     setting_error,
 )
 from trainer.lifecycle.launch import dry_run_config, spawn
-from trainer.metrics.record import uptime
 from trainer.recipe import add_working_directory_to_sys_path
 from trainer.stopping import stop
 from trainer.tables import fit_to_width
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
 
 
 def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
-    start_time = uptime()
+    start_time = time.time()
     install_redaction()
     add_working_directory_to_sys_path()
     limit_spinning()

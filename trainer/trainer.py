@@ -122,7 +122,6 @@ class Trainer:
         base = load_base(model, config, world) if config.lora.rank else None
         self.state = TrainState(self, model, optimizer, self.skips, RandomState(config.run.seed, world.rank), base)
         self.state.add_loaders(self.loader, self.eval_loader, world)
-        self.state.add("metrics", self.metrics)
         self.state.add("stop_criterion", self.stop_criterion)
         self.average = WeightAverage(self.state.trained, config.train.ema, config.eval.ema)
         self.state.add(EMA, AverageState(self.average))

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import struct
 import sys
 import termios
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.launch import Run, fork, run, run_module, tiny
 from tests.helpers.runs import EVALUATED_STEPS, SAVED_STEPS, STEPS, SharedRun
 from tests.helpers.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
@@ -359,26 +361,26 @@ def test_lines_fit_a_terminal(columns: int, tmp_path: Path) -> None:
     assert any("grad " in text for text in shown) == (columns == 100)
 
 
-def train_unread(arguments: Sequence[str]) -> int:
-    """Train with a full pipe that nobody reads as stdout."""
-    _, ours = os.pipe()
-    os.set_blocking(ours, False)
-    try:
-        while os.write(ours, bytes(4096)):
-            pass
-    except BlockingIOError:
-        os.set_blocking(ours, True)
-    os.dup2(ours, 1)
+def train_into(kind: str, arguments: Sequence[str]) -> int:
+    """Train with a stdout that cannot be written to: a pipe whose reader has exited, or a closed descriptor."""
+    if kind == "pipe":
+        theirs, ours = os.pipe()
+        os.close(theirs)
+        os.dup2(ours, 1)
+    else:
+        os.close(1)
     return run_module("trainer.run", arguments)
 
 
 @pytest.mark.slow
-def test_blocked_reader_of_the_output_delays_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipe", *in_campaign("closed")])
+def test_a_reader_of_the_output_that_exits_changes_nothing(kind: str, tmp_path: Path) -> None:
     settings = ["recipe=llama_small", *tiny("train.steps=3"), f"run.dir={tmp_path / 'run'}"]
-    ended: Run = fork(train_unread, [settings], tmp_path / "run").wait()
+    ended: Run = fork(train_into, [kind, settings], tmp_path / "run").wait()
     assert ended.code == 0
     assert ended.train("step") == [1, 2, 3]
     assert ended.status["state"] == "finished"
+    assert "step      3/3" in (tmp_path / "run" / "console.log").read_text()
 
 
 def test_ascii_stream_gets_replacement_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,13 +430,38 @@ def test_status_is_written_when_storage_comes_back(tmp_path: Path, monkeypatch: 
 
 
 def test_prometheus_can_scrape_a_run(tmp_path: Path) -> None:
-    pages: list[str] = []
+    pytest.importorskip("prometheus_client")
+    pages: list[dict[str, float]] = []
 
-    class Scraped(Trainer):
+    class Scraped(NeverFinite):
+        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            self.log("top-1 é", 0.5, over=1)
+            return super().loss(batch)
+
         def on_step(self, record: Record) -> None:
             (port,) = re.findall(r"Prometheus: http://\S+:(\d+)", (tmp_path / "console.log").read_text())
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-                pages.append(answer.read().decode())
+                found = re.findall(r'^(\w+)\{run="my run"\} (\S+)$', answer.read().decode(), re.MULTILINE)
+            pages.append({name: float(value) for name, value in found})
 
-    fit(tmp_path, "train.steps=2", "log.prometheus=0", kind=Scraped)
-    assert [re.findall(r"^meshtrainer_step\{.*\} (\S+)$", page, re.MULTILINE) for page in pages] == [["1"], ["2"]]
+    settings = ["train.steps=3", "eval.every=2", "log.prometheus=0", "run.name=my run"]
+    written = fit(tmp_path, *settings, kind=Scraped)
+    first, second, third = pages
+    train = [line for line in written if line["kind"] == "train"]
+    for page, line in zip(pages, train, strict=True):
+        for field in ("step", "lr", "tokens", "time", "skipped"):
+            assert page[f"meshtrainer_train_{field}"] == line[field]
+        assert page["meshtrainer_train_top_1__"] == 0.5
+    assert (first["meshtrainer_train_loss"], third["meshtrainer_train_loss"]) == (train[0]["loss"], train[2]["loss"])
+    assert math.isnan(second["meshtrainer_train_loss"]), "not that of an earlier step"
+    assert third["meshtrainer_eval_loss"] == next(line["loss"] for line in written if line["kind"] == "eval")
+    assert 0 < first["meshtrainer_end_update_s"] < third["meshtrainer_end_update_s"]
+
+
+def test_port_that_is_taken_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = fit(tmp_path, "train.steps=1", f"log.prometheus={port}")
+    assert of("end", found, "reason") == ["finished"]
+    assert capsys.readouterr().err.count(f"warning: log.prometheus={port}: ") == 1

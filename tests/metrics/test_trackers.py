@@ -1,4 +1,4 @@
-"""Trackers: every step arrives once, through kills and resumes, and no run waits for one or is stopped by one."""
+"""Trackers: every step arrives, through kills and resumes, and no run waits for one or is stopped by one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,21 @@ import pytest
 from tests.helpers.cases import in_campaign
 from tests.helpers.gate import Gate, wait_until
 from tests.helpers.launch import REPOSITORY, run, start
-from tests.helpers.tiny import fit
+from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, recipe
+from trainer.metrics import trackers
+from trainer.metrics.trackers import Sender
 
 WRITING_TRACKER = """\
-import json, os, threading
+import json, os, threading, time
 
 class Keeper:
-    '''Appends what it gets to a file; fails, or waits for ever, where the environment says so.'''
+    '''Appends what it gets to a file; fails, or waits for a file or for ever, where the environment says so.'''
 
     def open(self, run):
         self.call("open", run.id, run.name, run.resumed_step)
+        if os.environ.get("KEEPER_FORGETS"):
+            return None
         return max((one["step"] for one in self.kept() if "step" in one), default=0)
 
     def write(self, step, values, time):
@@ -40,9 +46,11 @@ class Keeper:
     def call(self, name, *about):
         self.keep({"call": [name, *about]})
         if os.environ.get("KEEPER_FAILS") == name:
-            raise ConnectionRefusedError("the server is away")
+            raise {"open": ConnectionRefusedError, "write": SystemExit, "close": AssertionError}[name]("the server is away")
         if os.environ.get("KEEPER_HANGS") == name:
             threading.Event().wait()
+        while not os.path.exists(os.environ.get("KEEPER_WAITS_FOR", "/")):
+            time.sleep(0.01)
 
     def keep(self, value):
         with open(os.environ["KEEPER"], "a") as file:
@@ -92,23 +100,78 @@ def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:
     return [line[field] for line in found if line["kind"] == kind]
 
 
-def test_a_resumed_run_continues_in_its_tracker(keeper: Path, tmp_path: Path) -> None:
-    """It resumes at 3, and the tracker has 4 and 5 of the attempt before; each step comes with its evaluation."""
-    settings = ["log.trackers=[keeper]", "checkpoint.every=3", "checkpoint.keep_last=0", "eval.every=2"]
-    fit(tmp_path / "run", "train.steps=5", *settings)
+def steps_of(kind: str, file: Path) -> list[int]:
+    return [row["step"] for row in rows_in(file) if f"{kind}/loss" in row]
+
+
+RESUMED = ["log.trackers=[keeper]", "checkpoint.every=3", "checkpoint.keep_last=0", "eval.every=2"]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_resumed_run_continues_in_its_tracker(
+    forgets: bool, keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resumes at 3, and the tracker has 4 and 5 of the attempt before; it may not be able to tell."""
+    if forgets:
+        monkeypatch.setenv("KEEPER_FORGETS", "yes")
+    fit(tmp_path / "run", "train.steps=5", *RESUMED)
     (tmp_path / "run" / "checkpoints" / "step_00000005").rename(tmp_path / "lost")
-    found = fit(tmp_path / "run", "train.steps=8", *settings)
-    rows = rows_in(keeper)
-    assert [row["step"] for row in rows] == list(range(1, 9))
-    assert [row["train/loss"] for row in rows] == of("train", found, "loss"), "bit for bit"
-    evaluated = {line["step"]: line["loss"] for line in found if line["kind"] == "eval"}
-    assert {row["step"]: row["eval/loss"] for row in rows if row["step"] % 2 == 0} == {
-        step: loss for step, loss in evaluated.items() if step % 2 == 0
-    }
+    found = fit(tmp_path / "run", "train.steps=8", *RESUMED)
+    assert steps_of("train", keeper) == [1, 2, 3, 4, 5, *([4, 5] if forgets else []), 6, 7, 8]
+    assert steps_of("eval", keeper) == [2, 4, 5, *([4] if forgets else []), 6, 8]
+    for kind in ("train", "eval"):
+        expected = {line["step"]: line["loss"] for line in found if line["kind"] == kind}
+        sent = {row["step"]: row[f"{kind}/loss"] for row in rows_in(keeper) if f"{kind}/loss" in row}
+        assert expected.items() <= sent.items(), "bit for bit"
     first, second = calls_in(keeper, "open")
     assert first[1] == second[1], "the same run"
     assert (first[2:], second[2:]) == (["llama_small", 0], ["llama_small", 3])
     assert len(calls_in(keeper, "close")) == 2
+
+
+def test_evaluation_that_was_cut_off_is_sent_by_the_next_attempt(keeper: Path, tmp_path: Path) -> None:
+    """The tracker has step 4 already, but not its evaluation."""
+    settings = ["log.trackers=[keeper]", "train.steps=6", "eval.every=4", "checkpoint.every=4"]
+
+    class CutOff(Trainer):
+        def evaluate(self) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CutOff(tiny_config(tmp_path / "run", *settings)).fit()
+    assert (steps_of("train", keeper), steps_of("eval", keeper)) == ([1, 2, 3, 4], [])
+    fit(tmp_path / "run", *settings)
+    assert steps_of("eval", keeper) == [4, 6]
+
+
+@pytest.mark.parametrize(("change", "is_same"), [("moved", True), ("copied", False)])
+def test_copy_of_a_run_is_another_one_in_its_tracker(change: str, is_same: bool, keeper: Path, tmp_path: Path) -> None:
+    fit(tmp_path / "run", "train.steps=2", "log.trackers=[keeper]")
+    if change == "moved":
+        (tmp_path / "run").rename(tmp_path / "other")
+    else:
+        shutil.copytree(tmp_path / "run", tmp_path / "other")
+    for steps in (3, 4):
+        found = fit(tmp_path / "other", f"train.steps={steps}", "log.trackers=[keeper]")
+    first, *later = [call[1] for call in calls_in(keeper, "open")]
+    assert later[0] == later[1]
+    assert (first == later[0]) == is_same
+    assert of("start", found, "run_id") == [first, *later]
+
+
+def test_steps_do_not_wait_for_a_slow_tracker(keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers its first call after the last step; then it gets all of them."""
+    monkeypatch.setenv("KEEPER_WAITS_FOR", str(tmp_path / "answer"))
+
+    class Answers(Trainer):
+        def on_step(self, record: Any) -> None:
+            if record.step == 20:
+                assert not keeper.exists() or rows_in(keeper) == []
+                (tmp_path / "answer").touch()
+
+    fit(tmp_path / "run", "train.steps=20", "log.trackers=[keeper]", kind=Answers)
+    assert steps_of("train", keeper) == list(range(1, 21))
+    assert len(calls_in(keeper, "close")) == 1
 
 
 @pytest.mark.parametrize("call", ["write", *in_campaign("open", "close")])
@@ -119,21 +182,50 @@ def test_a_tracker_that_fails_is_one_warning(
     found = fit(tmp_path / "run", "train.steps=3", "log.trackers=[keeper]")
     assert of("train", found, "step") == [1, 2, 3]
     assert found[-1]["reason"] == "finished"
+    assert len(calls_in(keeper, call)) == 1
     warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(warned) == 1
     assert "keeper" in warned[0]
+    assert "the server is away" in warned[0]
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("call", ["open", "write", "close"])
+@pytest.mark.parametrize("call", ["write", *in_campaign("open", "close")])
 def test_a_tracker_that_hangs_is_left(
     call: str, keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After ten seconds, at the end of the run; the steps wait for nothing."""
+    """At the end of the run, some time later; the steps wait for nothing."""
+    monkeypatch.setattr(Sender, "FINISH_TIMEOUT_S", 0.5)
     monkeypatch.setenv("KEEPER_HANGS", call)
     found = fit(tmp_path / "run", "train.steps=3", "log.trackers=[keeper]")
     assert of("train", found, "step") == [1, 2, 3]
     assert capsys.readouterr().err.count("warning: keeper ") == 1
+
+
+def test_a_tracker_that_is_far_behind_is_left(
+    keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that what waits for it does not fill the memory."""
+    monkeypatch.setattr(Sender, "FINISH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(Sender, "_MAX_WAITING", 2)
+    monkeypatch.setenv("KEEPER_HANGS", "open")
+    fit(tmp_path / "run", "train.steps=5", "log.trackers=[keeper]")
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert warned == ["warning: keeper is 2 records behind; the run continues without it"]
+
+
+@pytest.mark.campaign
+def test_all_trackers_together_delay_the_end_of_a_run_by_ten_seconds(
+    keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPER_HANGS", "open")
+    monkeypatch.setattr(trackers, "TRACKERS", {name: (name, trackers.find_tracker("keeper")[1]) for name in READERS})
+    trainer = Trainer(tiny_config(tmp_path / "run", "train.steps=2", f"log.trackers=[{','.join(READERS)}]"))
+    for record in trainer.steps():
+        if record.step == 2:
+            break
+    before = time.monotonic()
+    trainer.close()
+    assert 10 <= time.monotonic() - before < 15
 
 
 def test_example_on_the_page_is_a_tracker(
@@ -226,13 +318,21 @@ def test_wandb_offline_keeps_one_id_over_a_resume(tmp_path: Path, monkeypatch: p
 # Mistakes
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard", "trackio", "mlflow"])
-def test_a_library_that_is_missing_is_one_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("setting", "library"),
+    [
+        *((f"log.trackers=[{name}]", name) for name in ("wandb", "tensorboard", "trackio", "mlflow")),
+        ("log.prometheus=9400", "prometheus_client"),
+    ],
+)
+def test_a_library_that_is_missing_is_one_message(
+    setting: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda one, *rest: None if one == name else find(one, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda one, *rest: None if one == library else find(one, *rest))
     with pytest.raises(UserError) as refused:
-        fit(tmp_path / "run", f"log.trackers=[{name}]")
-    assert str(refused.value).startswith(f"log.trackers=[{name}]: ")
+        fit(tmp_path / "run", setting)
+    assert str(refused.value).startswith(f"{setting}: ")
     assert "pip install" in str(refused.value)
     assert not (tmp_path / "run").exists()
 

@@ -651,7 +651,7 @@ compares the two lists."""
 
 
 def _check_trackers(log: LogSection) -> None:
-    """Raise UserError if a configured tracker does not exist, or if its library is not installed."""
+    """Raise UserError if a configured tracker does not exist, or if a library that `log` needs is not installed."""
     trackers = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=TRACKER_ENTRY_POINTS)))))
     for name in log.trackers:
         if name not in trackers:
@@ -666,6 +666,10 @@ def _check_trackers(log: LogSection) -> None:
     if log.tensorboard and not _is_installed("tensorboard"):
         rule = "TensorBoard is not installed"
         raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
+    if log.prometheus is not None and not _is_installed("prometheus_client"):
+        rule = "the prometheus_client library is not installed"
+        fix = "pip install 'meshtrainer[prometheus]', or null"
+        raise setting_error("log.prometheus", log.prometheus, rule, fix=fix)
 
 
 def check_float8_installed(scaling: str) -> None:

@@ -27,7 +27,6 @@ RECORD_FILES = (
     "metrics_superseded.jsonl",
     "console.log",
     "samples.txt",
-    "trackers.json",
     "tensorboard",
     "wandb",
     "profile",

@@ -63,8 +63,6 @@ class Resume:
         self.step, self.path, self.changed = state.step, str(restored.path), list(restored.changed)
         own_path = f"{self._checkpoints.storage}/{checkpoint_name(restored.manifest.step)}"
         self.is_own_checkpoint = self._world.broadcast(is_same_location(restored.path, own_path))
-        if not self.is_own_checkpoint or self._world.broadcast(self._is_of_another_run(restored.config_yaml)):
-            self._metrics.tracking_id = None  # it belongs to the other run
         self._must_supersede = is_running
         if self._world.is_main:
             for name, damage in restored.damaged.items():
@@ -199,7 +197,7 @@ class Resume:
             subject = "earlier run" if starts_over else f"checkpoints after step {step}"
             self._metrics.print(f"moved the {subject} to {moved_to}")
         if not is_running and self._is_of_another_run(self._folder.previous_config):
-            self._folder.move_aside(["wandb", "trackers.json"])  # they identify the original run in its trackers
+            self._folder.move_aside(["wandb"])  # it identifies the original run
 
 
 def _newest_recorded_save(metrics: Path) -> int | None:

@@ -84,7 +84,6 @@ class Run:
         resumed_step = record["resumed_step"] or 0
         for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
             self._world.agreed(partial(self._folder.run_reporting_errors, work))
-        self._metrics.tracking_id = self._world.broadcast(self._metrics.tracking_id)
         self.phase, stop.is_ending = "running", False
         if self._world.is_main:
             notice = self._folder.path / NOTICE
@@ -95,13 +94,8 @@ class Run:
         self._metrics.start(facts)
         for note in notes:
             self._metrics.print(note)
-        clock, command_start = self._metrics.clock, take_start_time()
         # The start of the command, or of this Trainer if that is unknown, in seconds since the epoch.
-        start_time = (
-            clock.now() - (time.monotonic() - self._start_time)
-            if command_start is None
-            else clock.time_at(command_start)
-        )
+        start_time = take_start_time() or time.time() - (time.monotonic() - self._start_time)
         nodes = self._world.env.num_nodes
         self._metrics.write(
             Record(kind="start", **record, nodes=nodes, started=start_time, **self._metrics.start_fields)

@@ -1,21 +1,18 @@
 """Console output: a summary at the start, lines for records and, on a terminal, a status bar.
 
-A `Screen` lays out the text, either for a terminal or as plain lines.  It writes to a stream that can neither stop nor
-block the run.
+A `Screen` lays out the text, either for a terminal or as plain lines.  It writes to a stream whose errors cannot stop
+the run.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import math
 import os
-import queue
-import stat
-import threading
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
@@ -39,15 +36,9 @@ class ConsoleWriter(RecordWriter):
     sources: the names of the run's data sources, whose losses and epochs are not printed.
     """
 
-    def __init__(
-        self,
-        num_steps: int,
-        screen: Screen,
-        on_close: Callable[[], None] | None = None,
-        sources: Collection[str] = (),
-    ) -> None:
+    def __init__(self, num_steps: int, screen: Screen, sources: Collection[str] = ()) -> None:
         self.num_steps = num_steps
-        self._screen, self._on_close, self._sources = screen, on_close, sources
+        self._screen, self._sources = screen, sources
         self._drawn_at: float | None = None
         self._step_s = math.nan  # moving average of the seconds per step, updated by each `train` record
         self._step, self._phase_label = 0, ""
@@ -95,8 +86,6 @@ class ConsoleWriter(RecordWriter):
 
     def close(self) -> None:
         self._screen.close()
-        if self._on_close is not None:
-            self._on_close()
 
     def _print_fitted(self, fields: Sequence[tuple[int, str]], style: str = "") -> None:
         self.print(fit_to_width(fields, self._screen.width), style)
@@ -264,33 +253,19 @@ def make_screen(stream: TextIO) -> Screen:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Streams that can neither stop nor block a run
+# Streams whose errors cannot stop a run
 
 
-class NonBlockingStream(io.TextIOBase):
-    """Wraps a text stream so that `write` never blocks: if the stream is a pipe or a terminal, a thread writes to it.
+class StandardOutput(io.TextIOBase):
+    """The standard output of this process.
 
-    The reader of a pipe or a terminal may exit (`| head`, a closed terminal), after which writes fail, or stop reading
-    (a pager, a suspended `tee`), after which a write blocks forever.  Neither affects training.
-
-    Text is dropped silently while the reader is `_QUEUE_SIZE` writes behind.  So is text that is still queued `CLOSE_S`
-    seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.
+    If its reader exits (`| head`, a closed terminal), the rest of the text is dropped, with a warning on stderr.
+    Characters that its encoding lacks are replaced.
     """
 
-    CLOSE_S = 2.0
-    """Seconds that `close` waits for a reader that has stopped reading."""
-    _QUEUE_SIZE = 10_000
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
+        self._stream = sys.stdout
         self._is_closed = False
-        self._queue: queue.Queue[str | None] | None = None
-        self._thread: threading.Thread | None = None
-        if _may_block(stream):
-            self._queue = queue.Queue(self._QUEUE_SIZE)
-            self._thread = threading.Thread(target=self._write_queued, args=(self._queue,), name="console", daemon=True)
-            self._thread.start()
-            atexit.register(self.close)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -306,39 +281,15 @@ class NonBlockingStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if self._queue is None:
-            self._write_now(text)
-        else:
-            with contextlib.suppress(queue.Full):
-                self._queue.put_nowait(text)
+        if not self._is_closed:
+            try:
+                self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+                self._stream.flush()
+            except (OSError, ValueError) as error:  # ValueError: this process closed the stream
+                self._is_closed = True
+                discard_stream(self._stream)
+                print_stderr(f"warning: standard output was closed ({error}); the run continues without it")
         return len(text)
-
-    def close(self) -> None:
-        """Flush the queued text, waiting at most `CLOSE_S`.  Later text is written directly if the reader kept up."""
-        if self._queue is None or self._thread is None:
-            return
-        texts, self._queue = self._queue, None
-        with contextlib.suppress(queue.Full):
-            texts.put_nowait(None)
-            self._thread.join(self.CLOSE_S)
-        self._is_closed |= self._thread.is_alive()
-        atexit.unregister(self.close)
-
-    def _write_queued(self, texts: queue.Queue[str | None]) -> None:
-        while (text := texts.get()) is not None:
-            self._write_now(text)
-
-    def _write_now(self, text: str) -> None:
-        if self._is_closed:
-            return
-        text = text.encode(self.encoding, "replace").decode(self.encoding)  # the encoding may be ASCII
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError) as error:  # ValueError: this process closed the stream
-            self._is_closed = True
-            discard_stream(self._stream)
-            print_stderr(f"warning: standard output was closed ({error}); the run continues without it")
 
 
 class LogFile(io.TextIOBase):
@@ -346,25 +297,8 @@ class LogFile(io.TextIOBase):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd: int | None = None
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            if self._fd is None:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            os.write(self._fd, text.encode("utf-8", "replace"))
+        with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(text)
         return len(text)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-
-def _may_block(stream: TextIO) -> bool:
-    """Return whether a write to the stream may block; regular files and in-memory streams never do."""
-    try:
-        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):
-        return False

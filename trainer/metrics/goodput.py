@@ -1,16 +1,15 @@
 """Computes goodput, the fraction of a run's wall time spent in productive steps, and breaks down the rest of the time.
 
-The times cover all attempts of the run.  They are computed from the records in `metrics.jsonl`, whether or not an
-attempt wrote an end record.  What a killed attempt did after its last record is unknown: any steps after it are not
-counted as lost, and their time counts as part of the gap before the next attempt.
+The times cover all attempts of the run.  They are sums over the records in `metrics.jsonl`, whether or not an attempt
+wrote an end record.  What a killed attempt did after its last record is unknown: any steps after it are not counted as
+lost, and their time counts as part of the gap before the next attempt.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 
@@ -34,25 +33,14 @@ class Goodput:
     save_s: float = 0.0
     """Time during which saves blocked training."""
     eval_s: float = 0.0
+    """Time in evaluations that were not repeated."""
     between_s: float = 0.0
     """Time from an unfinished attempt's last record to the start of the next process, including any unrecorded work."""
     num_attempts: int = 0
     lost_steps: int = 0
     """Number of steps repeated after crashes: for each crash, the steps from the checkpoint to the last record."""
-    num_failures: int = 0
-    """Number of attempts that failed or were killed after at least one step and were followed by another attempt."""
-    has_failed: bool = False
-    """True if the last attempt failed, or has no end record, after at least one step."""
-    downtime_s: float = 0.0
-    """Time from the last record of each failed attempt to the start record of the next attempt."""
-    node_seconds: float = 0.0
-    """Each attempt's time multiplied by its number of nodes, summed over attempts."""
     last_time: float = 0.0
     """Time of the last record, in seconds since the Unix epoch."""
-    boot_id: str = ""
-    """Boot ID of the machine on which the last attempt ran; empty if unknown."""
-    boot_time: float = 0.0
-    """When that machine was booted, in seconds since the Unix epoch, according to its clock."""
 
     @property
     def other_s(self) -> float:
@@ -73,39 +61,18 @@ class Goodput:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of an end record that summarize all attempts."""
-        counts = {"restarts": self.restarts, "lost_steps": self.lost_steps}
         return {
             "goodput_total": self.fraction,
-            **counts,
+            "restarts": self.restarts,
+            "lost_steps": self.lost_steps,
             "wall_s": self.wall_s,
             **self.parts(),
             "other_s": self.other_s,
         }
 
-    def to_state(self) -> dict[str, Any]:
-        """Return the totals to store in the next attempt's start record."""
-        return {_STORED_NAMES.get(name, name): value for name, value in vars(self).items()}
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Goodput:
-        """Return the totals stored in a start record.  Missing or invalid numbers count as zero."""
-        values: dict[str, Any] = {}
-        for name, default in vars(cls()).items():
-            stored_name = _STORED_NAMES.get(name, name)
-            is_text = isinstance(default, str)
-            values[name] = str(state.get(stored_name) or "") if is_text else type(default)(_number(state, stored_name))
-        return cls(**values)
-
-
-_STORED_NAMES = {
-    "num_failures": "failures",
-    "downtime_s": "down_s",
-    "node_seconds": "node_s",
-    "last_time": "until",
-    "boot_id": "boot",
-    "boot_time": "booted",
-}
-"""The public names, in start records, of the fields whose own names differ."""
+PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
+"""The fields of `Goodput` that, with `other_s`, add up to the wall time."""
 
 
 class SaveTimes(NamedTuple):
@@ -125,121 +92,143 @@ class RunHistory:
     """The most recent saves."""
     longest_save_s: float = 0.0
     num_failures: int = 0
+    """Number of attempts that failed or were killed after at least one step and were followed by another attempt."""
     node_seconds: float = 0.0
-    """See `Goodput.node_seconds`."""
+    """Each attempt's time multiplied by its number of nodes, summed over attempts."""
     mean_restart_s: float = 0.0
-    """Mean duration of a restart after a failure, in seconds; 0 if there was no failure."""
+    """Mean time from the last record of a failed attempt to the start record of the next one; 0 if none has failed."""
 
 
-PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
-"""The fields of `Goodput` that, with `other_s`, add up to the wall time."""
 _NUM_SAVES = 5
 """Number of recent saves to keep.  Older ones say less, as the number of ranks and the storage may have changed."""
 
 
-class TimeLedger:
-    """Computes the goodput of a run from its records, in file order.
+@dataclass
+class DroppedLines:
+    """Sums over the lines of `metrics.jsonl` that a resume drops, because the run writes them again.
 
-    Resuming drops lines from the file.  Every start record but the first therefore contains, as `before`, the totals of
-    all earlier attempts, computed before those lines were dropped.  They replace the totals computed from the remaining
-    lines.
+    The start record of the resumed attempt contains them, so that goodput is a sum over the lines that remain.
     """
 
-    def __init__(self, resumed_step: int | None = None) -> None:
-        """`resumed_step`: the step to resume from; steps after it count as lost.  None if the run will not resume."""
+    lost_s: float = 0.0
+    """Time in the steps that the run repeats, and in skipped steps."""
+    kept_s: float = 0.0
+    """Time in the other steps of these lines, up to the resumed step: a line covers all steps since the one before."""
+    until: float = 0.0
+    """Time of the last of these lines, in seconds since the Unix epoch; 0 if there is none."""
+
+
+class TimeLedger:
+    """Computes the goodput of a run from its records, in file order."""
+
+    def __init__(self) -> None:
         self.last_step = 0
         """The last recorded step of the current attempt."""
+        self._total = Goodput()
         self._saves: deque[SaveTimes] = deque(maxlen=_NUM_SAVES)
         self._longest_save_s = 0.0
-        self._total = Goodput()
-        self._resumed_step = resumed_step
-        self._repeated_s = 0.0
-        self._num_skipped = self._last_counted_step = 0
+        self._num_failures = 0
+        self._downtime_s = 0.0
+        self._node_seconds = 0.0
         self._num_nodes = 0
         self._start_step = 0
+        self._counted_step = self._num_skipped = 0
+        """The step and the number of skipped steps in the last `train` record."""
         self._reason = ""
         """How the current attempt ended, or empty if it has no end record."""
 
+    def total(self) -> Goodput:
+        """Return the goodput so far."""
+        return replace(self._total)
+
+    def history(self) -> RunHistory:
+        """Return the history of saves and failures so far."""
+        mean_restart_s = self._downtime_s / self._num_failures if self._num_failures else 0.0
+        return RunHistory(
+            tuple(self._saves), self._longest_save_s, self._num_failures, self._node_seconds, mean_restart_s
+        )
+
     def add(self, record: Mapping[str, Any]) -> None:
         """Add one record.  Missing or null fields count as zero."""
-        kind, time, total = record.get("kind"), _number(record, "time"), self._total
+        kind, total = record.get("kind"), self._total
         if kind == "start":
-            self._start(record, time)
+            self._start(record)
             return
-        if time:
-            elapsed_s = max(0.0, time - total.last_time) if total.last_time else 0.0
-            total.wall_s += elapsed_s
-            total.node_seconds += elapsed_s * self._num_nodes
-            total.last_time = time  # may move backward if the clock was set back, so that later intervals still count
+        self.advance(_number(record, "time"))
         if kind == "train":
-            self._train(record)
+            counted_s, skipped_s, _ = self._times_in_steps(record)
+            total.update_s += counted_s
+            total.lost_s += skipped_s
         elif kind == "eval":
             total.eval_s += _number(record, "eval_s")
         elif kind == "checkpoint":
-            total.save_s += _number(record, "blocked_s")
-            self._saves.append(SaveTimes(_number(record, "blocked_s"), _number(record, "total_s")))
-            self._longest_save_s = max(self._longest_save_s, _number(record, "total_s"))
+            save = SaveTimes(_number(record, "blocked_s"), _number(record, "total_s"))
+            total.save_s += save.blocked_s
+            self._saves.append(save)
+            self._longest_save_s = max(self._longest_save_s, save.total_s)
         elif kind == "end":
             self._reason = str(record.get("reason"))
         self.last_step = max(self.last_step, int(_number(record, "step")))
 
-    def _start(self, record: Mapping[str, Any], time: float) -> None:
-        before = record.get("before")
-        if isinstance(before, dict):
-            self._total = Goodput.from_state(before)
+    def drop(self, record: Mapping[str, Any], resumed_step: int, dropped: DroppedLines) -> None:
+        """Add a record that the run drops, because it resumes at `resumed_step`, to `dropped` and not to the totals."""
+        step = int(_number(record, "step"))
+        dropped.until = max(dropped.until, _number(record, "time"))
+        if record.get("kind") == "train":
+            num_repeated = max(0, step - max(self._counted_step, resumed_step))
+            counted_s, skipped_s, step_s = self._times_in_steps(record)
+            repeated_s = min(counted_s, num_repeated * step_s)
+            dropped.lost_s += skipped_s + repeated_s
+            dropped.kept_s += counted_s - repeated_s
+        self.last_step = max(self.last_step, step)
+
+    def advance(self, time: float) -> None:
+        """Count the time from the last record until `time`, in seconds since the epoch, as time of this attempt."""
         total = self._total
-        total.num_failures += total.has_failed
-        started, load_s = _number(record, "started") or time, _number(record, "load_s")
+        if time > total.last_time > 0:
+            total.wall_s += time - total.last_time
+            self._node_seconds += (time - total.last_time) * self._num_nodes
+        total.last_time = max(time, total.last_time)
+
+    def _start(self, record: Mapping[str, Any]) -> None:
+        total = self._total
+        time, load_s = _number(record, "time"), _number(record, "load_s")
+        started = _number(record, "started") or time
+        self._end_attempt(record)
         if total.last_time and self._reason != "finished":
-            # If both attempts ran on the same machine without a reboot in between, correct for changes of its clock.
-            is_same_boot = total.boot_id != "" and total.boot_id == record.get("boot")
-            clock_change_s = _number(record, "booted") - total.boot_time if is_same_boot else 0.0
-            between_s = max(0.0, started - total.last_time - clock_change_s)
+            between_s = max(0.0, started - total.last_time)
             total.between_s += between_s
             total.wall_s += between_s
-            total.downtime_s += (between_s + max(0.0, time - started)) * total.has_failed
+            if self._has_failed:
+                self._num_failures += 1
+                self._downtime_s += between_s + max(0.0, time - started)
         total.num_attempts += 1
         total.load_s += load_s
         total.start_s += max(0.0, time - started - load_s)
-        total.wall_s += max(0.0, time - started)
         self._num_nodes = int(_number(record, "nodes"))
-        total.node_seconds += max(0.0, time - started) * self._num_nodes
-        total.last_time = time or total.last_time
-        total.boot_id, total.boot_time = str(record.get("boot") or ""), _number(record, "booted")
-        self.last_step = self._last_counted_step = self._start_step = int(_number(record, "resumed_step"))
+        total.last_time = started or total.last_time
+        self.advance(time)
+        self._start_step = self._counted_step = self.last_step = int(_number(record, "resumed_step"))
         self._num_skipped = int(_number(record, "skipped"))
         self._reason = ""
 
-    def _train(self, record: Mapping[str, Any]) -> None:
-        """Count the steps since the previous `train` line; `step_s` is their mean duration."""
-        step, step_s = int(_number(record, "step")), _number(record, "step_s")
-        start = self._last_counted_step  # not `last_step`: a checkpoint line may come between two train lines
-        num_steps = max(0, step - start)
-        self._last_counted_step = max(start, step)
-        total_skipped = int(_number(record, "skipped"))
-        num_skipped = min(num_steps, max(0, total_skipped - self._num_skipped))
-        self._num_skipped = total_skipped
-        self._total.update_s += (num_steps - num_skipped) * step_s
-        self._total.lost_s += num_skipped * step_s
-        if self._resumed_step is not None:
-            num_repeated = max(0, step - max(start, self._resumed_step))
-            self._repeated_s += min(num_steps - num_skipped, num_repeated) * step_s
+    def _end_attempt(self, start: Mapping[str, Any]) -> None:
+        """Add the lines of the previous attempt that were dropped, from the start record of the next one."""
+        lost_steps = int(_number(start, "lost_steps"))
+        self.advance(_number(start, "lost_until"))
+        self._total.lost_steps += lost_steps
+        self._total.lost_s += _number(start, "lost_s")
+        self._total.update_s += _number(start, "kept_s")
+        if lost_steps:
+            self.last_step = max(self.last_step, int(_number(start, "resumed_step")) + lost_steps)
 
-    @property
-    def lost_steps(self) -> int:
-        """Number of steps that the last attempt took past the step to resume from."""
-        return 0 if self._resumed_step is None else max(0, self.last_step - self._resumed_step)
-
-    def total(self) -> Goodput:
-        """Return the goodput so far."""
-        repeated_s = min(self._repeated_s, self._total.update_s)
-        return dataclasses.replace(
-            self._total,
-            update_s=self._total.update_s - repeated_s,
-            lost_s=self._total.lost_s + repeated_s,
-            lost_steps=self._total.lost_steps + self.lost_steps,
-            has_failed=self._has_failed,
-        )
+    def _times_in_steps(self, record: Mapping[str, Any]) -> tuple[float, float, float]:
+        """Return the seconds in the steps since the previous `train` record: counted, skipped, and per step."""
+        step, step_s, total_skipped = (_number(record, name) for name in ("step", "step_s", "skipped"))
+        num_steps = max(0, int(step) - self._counted_step)
+        num_skipped = min(num_steps, max(0, int(total_skipped) - self._num_skipped))
+        self._counted_step, self._num_skipped = max(self._counted_step, int(step)), int(total_skipped)
+        return (num_steps - num_skipped) * step_s, num_skipped * step_s, step_s
 
     @property
     def _has_failed(self) -> bool:
@@ -248,19 +237,6 @@ class TimeLedger:
         An attempt that ends before its first step does not indicate a broken node.
         """
         return self._reason in ("", "failed") and self.last_step > self._start_step
-
-    def history(self) -> RunHistory:
-        """Return the history of saves and failures so far."""
-        total = self._total
-        mean_restart_s = total.downtime_s / total.num_failures if total.num_failures else 0.0
-        return RunHistory(
-            tuple(self._saves), self._longest_save_s, total.num_failures, total.node_seconds, mean_restart_s
-        )
-
-    def copy_saves(self, earlier: TimeLedger) -> None:
-        """Copy the save durations of earlier attempts, which start records do not contain."""
-        self._saves.extend(earlier._saves)
-        self._longest_save_s = max(self._longest_save_s, earlier._longest_save_s)
 
 
 def compute_goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:

@@ -1,9 +1,8 @@
-"""Metrics records (the lines of `metrics.jsonl`), functions that read them, the writers' base class, and a clock."""
+"""Metrics records (the lines of `metrics.jsonl`), functions that read them, and the writers' base class."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,19 @@ def source_names(names: Iterable[str]) -> list[str]:
     names = dict.fromkeys(names)
     sources = [name.removeprefix("epoch_") for name in names if name.startswith("epoch_")]
     return [source for source in sources if f"loss_{source}" in names]
+
+
+def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the fields of a record that are numbers, finite or not.
+
+    A dictionary, such as the gradient norms of all units, becomes one field per item: `grad_norm/<unit>`.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        flat |= {f"{name}/{unit}": item for unit, item in value.items()} if isinstance(value, dict) else {name: value}
+    return {
+        name: value for name, value in flat.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 class Record(Mapping[str, Any]):
@@ -78,9 +90,8 @@ class Record(Mapping[str, Any]):
 class RecordWriter:
     """Receives every record of a run.  Subclasses override what they need; `Metrics.open` creates a run's writers.
 
-    Training calls these methods directly, so they must not wait for a server or for the reader of a pipe.  `go_back`
-    may raise OSError; the others must not raise.  Code that may wait or fail belongs in a `Tracker` (`trackers.py`),
-    which is called from a separate thread.
+    Training calls these methods directly, so they must not wait for a server.  `go_back` may raise OSError; the others
+    must not raise.  Code that may wait or fail belongs in a `Tracker` (`trackers.py`), which has a thread of its own.
     """
 
     def write(self, record: Record) -> None:
@@ -152,42 +163,3 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
     has_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MAX_STEP
     needs_step = step is not None or record.get("kind") in _KINDS_WITH_STEP
     return record if has_step or not needs_step else None
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The clock of a run
-
-
-def uptime() -> float:
-    """Return the seconds since this machine booted, including time in suspend.  Monotonic."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
-
-
-def find_boot_id() -> str:
-    """Return an identifier of the current boot, or an empty string if the system provides none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-class Clock:
-    """The clock of one attempt: seconds since the Unix epoch, unaffected by adjustments of the system clock.
-
-    It reads the system clock once and then measures time with a monotonic clock.  Start records contain the boot ID and
-    time, so that the next attempt on the same machine can tell how much time has passed even if the system clock was
-    changed in between.
-    """
-
-    def __init__(self) -> None:
-        self.boot_id = find_boot_id()
-        self.boot_time = time.time() - uptime()
-        """In seconds since the Unix epoch, according to the system clock when this object was created."""
-
-    def now(self) -> float:
-        """Return the current time in seconds since the Unix epoch."""
-        return self.time_at(uptime())
-
-    def time_at(self, uptime_s: float) -> float:
-        """Return the time at which the machine's uptime was `uptime_s` seconds."""
-        return self.boot_time + uptime_s

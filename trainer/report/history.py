@@ -214,8 +214,8 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mappi
         attempt.lost_steps = int(_number(start, "lost_steps"))
         last_step = max(last_step, int(_number(start, "resumed_step")) + attempt.lost_steps)
         attempt.outcome = attempt.outcome or "killed"
-        if isinstance(before := start.get("before"), dict):
-            total = Goodput(last_time=_number(before, "until"), update_s=_number(before, "update_s"))
+        total.last_time = max(total.last_time, _number(start, "lost_until"))
+        total.update_s += _number(start, "kept_s")
     attempt.last_step = last_step
     started = _number(attempt.start, "started") or _number(attempt.start, "time")
     attempt.wall_s = max(0.0, total.last_time - started) if started and total.last_time else 0.0
