@@ -46,7 +46,8 @@ class Keeper:
     def call(self, name, *about):
         self.keep({"call": [name, *about]})
         if os.environ.get("KEEPER_FAILS") == name:
-            raise {"open": ConnectionRefusedError, "write": SystemExit, "close": AssertionError}[name]("the server is away")
+            error = {"open": ConnectionRefusedError, "write": SystemExit, "close": AssertionError}[name]
+            raise error("the server is away")
         if os.environ.get("KEEPER_HANGS") == name:
             threading.Event().wait()
         while not os.path.exists(os.environ.get("KEEPER_WAITS_FOR", "/")):
@@ -142,6 +143,22 @@ def test_evaluation_that_was_cut_off_is_sent_by_the_next_attempt(keeper: Path, t
     assert (steps_of("train", keeper), steps_of("eval", keeper)) == ([1, 2, 3, 4], [])
     fit(tmp_path / "run", *settings)
     assert steps_of("eval", keeper) == [4, 6]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_tracker_gets_what_an_earlier_attempt_has_not_sent(
+    forgets: bool, keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the checkpoint at 3, if it can tell that it lacks these steps."""
+    if forgets:
+        monkeypatch.setenv("KEEPER_FORGETS", "yes")
+    fit(tmp_path / "run", "train.steps=5", *RESUMED, "log.trackers=[]")
+    (tmp_path / "run" / "checkpoints" / "step_00000005").rename(tmp_path / "lost")
+    found = fit(tmp_path / "run", "train.steps=6", *RESUMED)
+    assert steps_of("train", keeper) == ([4, 5, 6] if forgets else [1, 2, 3, 4, 5, 6])
+    assert steps_of("eval", keeper) == ([4, 6] if forgets else [2, 4, 6])
+    sent = {row["step"]: row["train/loss"] for row in rows_in(keeper) if "train/loss" in row}
+    assert sent.items() <= {line["step"]: line["loss"] for line in found if line["kind"] == "train"}.items()
 
 
 @pytest.mark.parametrize(("change", "is_same"), [("moved", True), ("copied", False)])

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +23,7 @@ from trainer.config import RunConfig
 from trainer.config.rules import TRACKER_ENTRY_POINTS
 from trainer.config.schema import LogSection
 from trainer.errors import masked_argument, reason_of
-from trainer.metrics.record import Record, RecordWriter, numeric_fields
+from trainer.metrics.record import Record, RecordWriter, numeric_fields, read_records
 from trainer.recipe import entry_points
 
 
@@ -59,8 +59,9 @@ class Tracker(Protocol):
     def open(self, run: TrackedRun) -> int | None:
         """Open or resume the run.  Return the last step that the tracker has received, or 0 if it has received none.
 
-        Of the records up to that step, only its evaluation is sent again.  Return None if the tracker cannot tell; then
-        it receives all records of this attempt, also of steps that an earlier attempt has sent.
+        Of the records up to that step, only its evaluation is sent again; of those after it, also the ones that an
+        earlier attempt has written.  Return None if the tracker cannot tell; then it receives the records of this
+        attempt, which may repeat steps of an earlier one.
         """
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
@@ -130,14 +131,23 @@ class Sender(RecordWriter):
     def _send(self, create: Callable[[], Tracker], run: TrackedRun) -> None:
         try:
             tracker = create()
-            last_step = tracker.open(run) or 0
-            while not self._has_ended and (record := self._waiting.get()) is not None:
+            last_step = tracker.open(run)
+            for record in self._records(run, last_step):
                 # The last attempt may have been interrupted between a step and its evaluation.
-                if record.step > last_step or (record.step == last_step and record.kind == "eval"):
+                if record.step > (last_step or 0) or (record.step == last_step and record.kind == "eval"):
                     tracker.write(record.step, _values_of(record), record.time)
             tracker.close()
         except BaseException as error:  # whatever a tracker raises, the run continues
             self._continue_without(f"failed ({type(error).__name__}: {reason_of(error)})")
+
+    def _records(self, run: TrackedRun, last_step: int | None) -> Iterator[Record]:
+        """Yield the records of this attempt, and before them those that earlier attempts may not have sent."""
+        if last_step is not None and last_step < run.resumed_step:
+            for _, fields in read_records(run.folder / "metrics.jsonl"):
+                if fields.get("kind") in self._KINDS and fields["step"] <= run.resumed_step and not self._has_ended:
+                    yield Record(**{"time": 0.0, **fields})
+        while not self._has_ended and (record := self._waiting.get()) is not None:
+            yield record
 
 
 def _values_of(record: Record) -> dict[str, float]:
