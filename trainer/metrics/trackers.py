@@ -7,6 +7,7 @@ to the run folder.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import queue
@@ -194,6 +195,8 @@ class WandB:
         folder = run.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         is_offline = run.config.log.wandb == "offline"
+        wandb.setup()
+        atexit.register(self._leave)  # called before what `setup` has registered
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -214,6 +217,15 @@ class WandB:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return None if is_offline else max(0, self._run.step - 1)  # the server reports the next step
+
+    @staticmethod
+    def _leave() -> None:
+        """Keep the client from delaying the exit of a script: it would wait a minute for a server that is gone."""
+        import wandb
+
+        ending = threading.Thread(target=wandb.teardown, name="wandb teardown", daemon=True)
+        ending.start()
+        ending.join(1.0)
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log({**values, "step": step}, step=step)
