@@ -32,7 +32,7 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import atomic_replace, temporary_folder, writing_to
 from trainer.hub import repo_id_of, upload
-from trainer.metrics.record import read_kinds
+from trainer.metrics.record import read_records
 from trainer.recipe import WeightSource, add_working_directory_to_sys_path
 from trainer.weights.adapters import BASE, export_adapter
 from trainer.weights.exporting import (
@@ -259,7 +259,7 @@ def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allo
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # `checkpoint` may be a moved run folder
     metrics = next((file for file in candidates if file.is_file()), None)
-    records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
+    records = [] if metrics is None else [record for _, record in read_records(metrics)]
     return model_card(config, title, stored.manifest.step, records, __version__, exported)
 
 

@@ -114,16 +114,6 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, record
 
 
-def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Yield the records of these kinds, without parsing most other lines."""
-    with open(path, errors="replace") as file:
-        for line in file:
-            if any(f'"{kind}"' in line for kind in kinds):
-                record = parse_line(line)
-                if record is not None and record.get("kind") in kinds:
-                    yield record
-
-
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Yield every line as (raw line, parsed record).
 

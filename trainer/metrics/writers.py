@@ -84,27 +84,17 @@ class JsonLines(RecordWriter):
             else:
                 dropped.append(line)
                 earlier.ledger.drop(record, step, earlier.dropped)
-        self._append_superseded("".join(dropped))
+        if dropped:
+            append_and_sync(self._path.with_name(SUPERSEDED), "".join(dropped))
         write_atomically(self._path, "".join(kept))
         return earlier
 
     def go_back(self, step: int) -> None:
         """Drop the lines for steps after `step`.  If that fails, raises OSError and leaves the file unchanged."""
-        kept, dropped = b"", b""
-        for line in self._unwritten.splitlines(keepends=True):
-            if _is_kept(json.loads(line), step):
-                kept += line
-            else:
-                dropped += line
-        self._append_superseded(dropped.decode())
+        self._flush()
         self._drop_lines(step)
         self._file.close()
         self._file = self._open()
-        self._unwritten = kept
-
-    def _append_superseded(self, lines: str) -> None:
-        if lines:
-            append_and_sync(self._path.with_name(SUPERSEDED), lines)
 
     def write(self, record: Record) -> None:
         """Append the record.  If the disk is full or unavailable, keep the line in memory until the next call."""
