@@ -157,12 +157,11 @@ def test_start_says_what_is_trained_on(chat: SharedRun) -> None:
     assert "4 held out" in chat.out
 
 
-def test_a_sample_at_the_end_answers_a_held_out_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["train.steps=1", "log.sample_tokens=3", "data.holdout=0.1", "eval.every=1"]
-    fit(tmp_path / "run", *write_chats(tmp_path), *own)
+def test_a_sample_at_the_end_answers_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path / "run", *write_chats(tmp_path), "train.steps=1", "log.sample_tokens=3")
     words = capsys.readouterr().out.partition("\nsaved step")[2].partition("\nfinished")[0].split()
     asked = words[words.index("user") : words.index("assistant")]
-    assert 2 <= len(asked) <= 6, "one turn of the user's"
+    assert "Hi" in " ".join(asked)
     assert len(words) > words.index("assistant") + 1
 
 
