@@ -484,8 +484,9 @@ def test_disk_is_full_when_a_run_resumes(one: SharedRun, tmp_path: Path) -> None
 def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
     """Permanently: the run fails as `checkpoint.max_failures` says, and earlier checkpoints are readable."""
     own = [f"checkpoint.dir={disk}/saved", f"checkpoint.mode={mode}"]
-    # The disk is busy as long as a file is being written.
-    fault = Fault(tmp_path / "notes", {"step 5": f"until mount -o remount,ro {disk}; do sleep 0.1; done"})
+    # Mounted once more on top: the disk itself is busy as long as a file is open for writing.
+    read_only = f"mount --bind {disk} {disk} && mount -o remount,bind,ro {disk}"
+    fault = Fault(tmp_path / "notes", {"step 5": read_only})
     limits = ["train.steps=1000000", "checkpoint.max_failures=2"]
     failed = run(tmp_path / "run", *with_(*own, *limits, ranks=ranks), code=1, variables=fault.variables)
     assert failed.err_of(0).count("checkpoint not saved") == 1
@@ -498,7 +499,7 @@ def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, 
     saved = {entry["step"]: entry["state"] for entry in json.loads(listed)}
     assert saved in ({2: "verified"}, {2: "verified", 4: "verified"})
     # A save in the background may have been between two files: what it wrote can be removed only from now on.
-    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    subprocess.run(["umount", disk], check=True)
     again = run(tmp_path / "run", *with_(*own, ranks=ranks))
     assert resumed_steps(again) == [None, max(saved)]
     assert_only_whole(disk / "saved")

@@ -226,11 +226,12 @@ class Owner:
                     with self._lock:
                         if self._descriptor >= 0:
                             os.utime(self._descriptor)
-                elif owner is None and not self.folder.is_dir():  # it was moved or deleted: the next save fails
                     continue
-                else:
-                    num_missed += 1  # a new owner that moves a file away may put it back
-                if num_missed > 1 and not is_released.is_set():
+                if owner is None and not self.folder.is_dir():  # it was moved or deleted: the next save fails
+                    continue
+                num_missed += 1
+                is_put_back = owner is None and num_missed == 1  # perhaps: see `_move_away`
+                if not is_put_back and not is_released.is_set():
                     self._on_taken_over(self._taken_over_message(owner))
                     return
 
