@@ -81,10 +81,11 @@ def started_owner(folder: Path) -> Run:
 
 
 @pytest.mark.slow
-def test_folder_belongs_to_one_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, *in_campaign(1)])
+def test_folder_belongs_to_one_run(num_workers: int, tmp_path: Path) -> None:
     """A second start is refused and changes nothing; a dead owner blocks nobody, not even if its workers live on."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "step 3")
-    words = [*merged(RUN, ["checkpoint.mode=sync", "data.num_workers=1"]), "nproc=1"]
+    words = [*merged(RUN, ["checkpoint.mode=sync", f"data.num_workers={num_workers}"]), "nproc=1"]
     first = start(folder, *words, variables=gate.variables)
     wait_until(lambda: gate.is_reached() or not first.is_running, "step 3")
     before = stamps(folder)
