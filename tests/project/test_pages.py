@@ -160,7 +160,7 @@ def run(line: str, folder: Path) -> Run:
         words = ["python", *words[3:]]
     environment = {"COLUMNS": "100", "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     started = launch([*program, *words[1:], *smaller(words, folder)], folder, environment, cwd=folder)
-    if {"--serve", "--watch"} & set(words):
+    if "--watch" in words:
         wait_until(lambda: started.out or not started.is_running, f"the first line of {line}")
         started.signal(signal.SIGINT)
     return started.wait()

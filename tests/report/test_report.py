@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import signal
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.commands import meshtrainer
 from tests.helpers.gate import Gate, wait_until
 from tests.helpers.launch import start, start_command
 from tests.helpers.runs import SharedRun
+from trainer.report.figures import reduce_to_columns
 
 
 def start_line(time: float, resumed_step: int | None = None, **fields: Any) -> dict[str, Any]:
@@ -52,8 +56,7 @@ def write(folder: Path, lines: Sequence[dict[str, Any]], state: str | None = Non
 class Page(HTMLParser):
     """Collects tags, what they refer to, and the visible text; checks that each tag is closed in order."""
 
-    VOID = {"meta", "input", "br", "img", "hr"}
-    HIDDEN = {"script", "style"}
+    VOID = {"meta", "br", "img", "hr"}
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -78,13 +81,13 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if not self.HIDDEN & set(self.open):
+        if "style" not in self.open:
             self.text += f" {data}"
 
     @property
     def elsewhere(self) -> list[str]:
         """References that are neither on the page nor relative paths."""
-        return [each for each in self.refers if "://" in each or each.startswith("/")]
+        return [each for each in self.refers if ":" in each or each.startswith("/")]
 
 
 def report(folder: Path) -> Page:
@@ -110,7 +113,8 @@ def test_page_of_a_run_needs_no_other_file(one: SharedRun, tmp_path: Path) -> No
     page = report(one.copy_to(tmp_path / "run"))
     html = (tmp_path / "run" / "report.html").read_text()
     assert page.elsewhere == []
-    assert not {"link", "iframe", "object"} & set(page.tags)
+    assert not {"script", "link", "iframe", "object", "image"} & set(page.tags)
+    assert page.tags.count("svg") == 6
     assert "@import" not in html
     assert "http" not in html.replace("http://www.w3.org/", "")
     for text in ("llama_small", "finished", f"{one.of_kind('eval')[-1]['loss']:.4f}"):
@@ -139,17 +143,18 @@ def test_goodput_attempts_sources_and_logged_values_are_on_the_page(plain: Page,
 EVIL = "<script>alert(1)</script> & \"$x_1$ '"
 
 
-def test_text_of_a_run_is_escaped(plain: Page, tmp_path: Path) -> None:
+def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     """Whoever wrote the run's folder cannot run code in the reader's browser."""
     config = f"run:\n  name: {json.dumps(EVIL)}\nmodel:\n  name: '<b>'\ntrain:\n  steps: 9\n"
     start = ONE_ATTEMPT[0] | {"device": "<em>", "torch": "<u>", "mesh": {"<s>": 1}}
     sample = {"kind": "sample", "step": 4, "prompt": EVIL, "text": "<script>"}
-    end = {"kind": "end", "step": 6, "reason": "<em>", "time": 1021.0}
-    folder = write(tmp_path / "evil", [start, *ONE_ATTEMPT[1:], sample, end], config=config)
+    logged = train_line(7, 1021.0) | {f"epoch_{EVIL}": 0.5, f"loss_{EVIL}": 2.0, "<u>$x$</u>": 1.0}
+    end = {"kind": "end", "step": 7, "reason": "<em>", "time": 1022.0}
+    folder = write(tmp_path / "evil", [start, *ONE_ATTEMPT[1:], sample, logged, end], config=config)
     (folder / "status.json").write_text(json.dumps({"state": "<strong>", "reason": "<q>"}))
     page = report(folder)
     assert not {"u", "s", "em", "strong", "q"} & set(page.tags)
-    assert page.tags.count("script") == plain.tags.count("script")
+    assert page.tags.count("script") == 0
     assert EVIL in page.text
 
 
@@ -177,11 +182,36 @@ def test_a_million_records_make_a_small_page(tmp_path: Path) -> None:
         for step in range(1, 1_000_001):
             file.write(json.dumps(train_line(step, 1000.0 + step, loss=3.0 + step % 97 / 100)) + "\n")
     report(tmp_path)
-    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+    assert (tmp_path / "report.html").stat().st_size < 2_000_000
+
+
+def test_a_long_series_is_summarized_by_means_minima_and_maxima() -> None:
+    """Ten columns of ten steps; values that are not finite are left out."""
+    steps = np.arange(1.0, 101.0)
+    losses = np.sin(steps)
+    losses[[3, 47]] = math.nan, math.inf
+    columns = reduce_to_columns(steps, losses, 10)
+    assert columns.has_band
+    for number in range(10):
+        values = [value for value in losses[10 * number : 10 * number + 10].tolist() if math.isfinite(value)]
+        assert columns.mean[number] == pytest.approx(sum(values) / len(values))
+        assert (columns.low[number], columns.high[number]) == (min(values), max(values))
+    assert not reduce_to_columns(steps, losses, 50).has_band
+
+
+def test_charts_follow_the_theme(tmp_path: Path) -> None:
+    """All of their colors are names from the style sheet."""
+    report(write(tmp_path, [*ONE_ATTEMPT, start_line(1030.0, 4, lost_steps=2), train_line(5, loss=None)]))
+    _, _, charts = (tmp_path / "report.html").read_text().partition("</style>")
+    assert charts.count("var(--") > 50
+    assert re.findall(r"(?:fill|stroke): ?#\w+", charts) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Running runs
+
+
+REFRESH = '<meta http-equiv="refresh"'
 
 
 @pytest.mark.campaign
@@ -195,13 +225,16 @@ def test_watched_page_is_rewritten_until_its_run_ends(tmp_path: Path) -> None:
     watching = start_command("trainer.report", folder, "--watch")
     page = folder / "report.html"
     wait_until(page.exists, "the page")
-    text = Page(page.read_text()).text
-    assert "running" in text
-    assert "killed" not in text
+    html = page.read_text()
+    assert "running" in Page(html).text
+    assert "killed" not in Page(html).text
+    assert REFRESH in html
     trained.signal(signal.SIGKILL)
     trained.wait(together=False)
     assert watching.wait().code == 0
-    assert "killed" in Page(page.read_text()).text
+    html = page.read_text()
+    assert "killed" in Page(html).text
+    assert REFRESH not in html
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -221,6 +254,15 @@ def test_differences_between_runs_are_listed(tmp_path: Path) -> None:
         assert text in page.text, "both are called mine; the folders are not"
     assert "optim.name" not in page.text, "the same in both"
     assert sorted(path.name for path in one.iterdir()) == ["config.yaml", "metrics.jsonl", "status.json"]
+
+
+def test_eight_runs_on_one_page(tmp_path: Path) -> None:
+    runs = [write(tmp_path / f"run_{number}", ONE_ATTEMPT, "finished") for number in range(8)]
+    ended = meshtrainer("report", *runs, "--out", tmp_path / "all.html")
+    assert ended.code == 0, ended.err
+    page = Page((tmp_path / "all.html").read_text())
+    assert page.tags.count("svg") == 6
+    assert all(run.name in page.text for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
     python -m trainer.report <run folder> [--out report.html]     one run: the page and report.png, in the run folder
     python -m trainer.report <run folder> <run folder> ...        several runs: ./comparison.html and .png
     python -m trainer.report <run folder> --watch                 keep updating the page during training
-    python -m trainer.report <run folder> --serve [PORT]          serve the page on localhost, and write no files
 
-While a run is in progress, its page reloads itself.  Reports also work for runs that were killed.  To view a served
-page from another machine, forward the port with the ssh command that --serve prints.
+The page has no scripts and needs no other file, so it can be copied or sent as it is.  With --watch, it reloads itself
+while a run is in progress.  Reports also work for runs that were killed.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
 from trainer.files import atomic_replace, writing_to
-from trainer.report.charts import draw_png
-from trainer.report.history import read_run
-from trainer.report.live import PORT, serve, watch
-from trainer.report.page import render_comparison, render_page, subtitle_of
+from trainer.report.figures import draw_png
+from trainer.report.history import RecordedRun, read_run
+from trainer.report.page import REFRESH_S, render_comparison, render_page, subtitle_of
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -35,46 +34,46 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         "runs ./comparison.html)",
     )
     parser.add_argument("--watch", action="store_true", help="keep updating the page while a run trains")
-    parser.add_argument(
-        "--serve",
-        nargs="?",
-        type=int,
-        const=PORT,
-        metavar="PORT",
-        help=f"serve the page on a port of localhost (default: {PORT})",
-    )
     options = parser.parse_args(argv)
     return run_command(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:
-    folders, out = [Path(folder) for folder in options.run_dirs], options.out and Path(options.out)
-    if options.serve is not None:
-        serve(folders, options.serve, print_stdout)
-        return EXIT_FINISHED
-    for path in write_report(folders, out):
-        print_stdout(str(path))
-    if options.watch:
-        with contextlib.suppress(KeyboardInterrupt):
-            watch(folders, lambda: write_report(folders, out))
-    return EXIT_FINISHED
-
-
-def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path, Path]:
-    """Write the page and the PNG, and return their paths.
-
-    Raises UserError if a run cannot be read, `out` does not end in .html or .htm, or a file cannot be written.
-    """
-    page = out or (folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html"))
+    folders = [Path(folder) for folder in options.run_dirs]
+    page = Path(options.out or (folders[0] / "report.html" if len(folders) == 1 else "comparison.html"))
     if page.suffix not in (".html", ".htm"):
         raise setting_error("--out", page, "must end in .html or .htm", page.with_suffix(".html"))
     runs = [read_run(folder) for folder in folders]
+    write_report(runs, page, options.watch)
+    print_stdout(f"{page}\n{page.with_suffix('.png')}")
+    if options.watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(runs, page)
+    return EXIT_FINISHED
+
+
+def _watch(runs: Sequence[RecordedRun], page: Path) -> None:
+    """Rewrite the page every few seconds, until no run is in progress; long runs less often."""
+    took_s = 0.0
+    while any(run.state == "running" for run in runs):
+        time.sleep(max(REFRESH_S, 5 * took_s))
+        began = time.monotonic()
+        runs = [read_run(run.folder) for run in runs]
+        write_report(runs, page, reloads=True)
+        took_s = time.monotonic() - began
+
+
+def write_report(runs: Sequence[RecordedRun], page: Path, reloads: bool) -> None:
+    """Write the page to `page`, and the PNG next to it.  `reloads`: as in `render_page`.
+
+    Raises UserError if a file cannot be written.
+    """
     if len(runs) == 1:
         (run,) = runs
         title, subtitle = f"{run.name}: {run.state} at step {run.last_step}", subtitle_of(run)
-        html = render_page(run, page.absolute().parent)
+        html = render_page(run, page.absolute().parent, reloads)
     else:
-        title, subtitle, html = f"{len(runs)} runs compared", "", render_comparison(runs)
+        title, subtitle, html = f"{len(runs)} runs compared", "", render_comparison(runs, reloads)
     png = page.with_suffix(".png")
     contents = {page: html.encode(), png: draw_png(runs, title, subtitle)}
     try:
@@ -83,7 +82,6 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise setting_error("--out", page, rule, fix="give a writable path") from error
-    return page, png
 
 
 def _write_all(contents: Mapping[Path, bytes]) -> None:

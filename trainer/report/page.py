@@ -1,7 +1,6 @@
-"""Generates report pages, each of which is a single self-contained HTML document.
+"""Generates report pages, each of which is a single HTML document without scripts that needs no other file.
 
-All text from a run, such as its name, reason and configuration, is escaped: by `html.escape` in the HTML, and by
-`page_data` in the data for the page's script.
+All text from a run, such as its name, reason and configuration, is escaped.
 """
 
 from __future__ import annotations
@@ -20,49 +19,57 @@ from trainer.checkpoint.interval import costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
 from trainer.errors import yaml_scalar
 from trainer.metrics.console import readable_count, readable_duration
-from trainer.report.charts import RUN_COLORS, TIME_PART_STYLES
-from trainer.report.history import NUM_POINTS, RecordedRun, page_data
+from trainer.report.figures import (
+    RUN_COLORS,
+    TIME_PARTS,
+    Panel,
+    draw_svg,
+    is_logarithmic,
+    num_columns_of,
+    panels_of,
+    series_of,
+)
+from trainer.report.history import Attempt, RecordedRun, last_value, median
 
 MISSING = "&ndash;"
 """Placeholder for a missing value."""
-REFRESH_S = 5.0
-"""Seconds between reloads of a page while any of its runs is in progress."""
+REFRESH_S = 5
+"""Seconds between reloads of a page that is kept up to date while any of its runs is in progress."""
 
-STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf-8")
-SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
+_STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf-8")
 
 
-def render_page(run: RecordedRun, page_folder: Path | None = None, is_served: bool = False) -> str:
-    """Return the HTML of one run's page, which the caller writes to a file or serves.
+def render_page(run: RecordedRun, page_folder: Path, reloads: bool = False) -> str:
+    """Return the HTML of one run's page.
 
-    page_folder: the folder that the page is in; links are relative to it.  None omits the list of files.
-    is_served: whether the page is served, not written to a file.  If so, checkpoint folders are listed without links,
-        since a browser on another machine cannot open them.
+    page_folder: the folder that the page is in; links are relative to it.
+    reloads: whether the browser is to reload the page while the run is in progress.
     """
-    name, state = escape(run.name), escape(run.state)
     parts = [
-        f'<header><h1>{name} <span class="state {_state_class(run.state)}">{state}</span></h1>',
+        f'<header><h1>{escape(run.name)} <span class="state {_state_class(run.state)}">{escape(run.state)}</span></h1>',
         f'<p class="muted">{escape(subtitle_of(run))}</p>',
         f'<p class="muted">{escape(run.reason)}</p>' if run.reason and run.reason != "train.steps reached" else "",
         f'</header><section class="card">{_tiles(run)}</section>',
         _time_bar(run),
-        _CHARTS,
-        _legend(run),
+        _charts([run]),
+        _legend([run]),
         _sources_section(run),
         _logged_section(run),
         _samples_section(run),
-        _files_section(run, page_folder, is_served),
+        _files_section(run, page_folder),
         _attempts_section(run),
         _save_costs_section(run),
         _configuration_section(run),
     ]
-    return _html(run.name, parts, [run], [run.name])
+    return _html(run.name, parts, [run], reloads)
 
 
-def render_comparison(runs: Sequence[RecordedRun]) -> str:
+def render_comparison(runs: Sequence[RecordedRun], reloads: bool = False) -> str:
     """Return the HTML of the page that compares runs.
 
     It has a summary table, the settings that differ, charts of all runs, and the configuration of each.
+
+    reloads: whether the browser is to reload the page while any of the runs is in progress.
     """
     names = names_of(runs)
     rows = [_summary_row(number, name, run) for number, (name, run) in enumerate(zip(names, runs, strict=True))]
@@ -72,10 +79,11 @@ def render_comparison(runs: Sequence[RecordedRun]) -> str:
         _table((*headers, "wall time", "goodput"), rows, num_text=3),
         "</section>",
         _differences_section(runs, names),
-        _CHARTS,
+        _charts(runs),
+        _legend(runs),
         *(_configuration_section(run, f"Configuration of {name}") for name, run in zip(names, runs, strict=True)),
     ]
-    return _html(f"{len(runs)} runs compared", parts, runs, names)
+    return _html(f"{len(runs)} runs compared", parts, runs, reloads)
 
 
 def names_of(runs: Sequence[RecordedRun]) -> list[str]:
@@ -85,46 +93,46 @@ def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
-def _html(title: str, parts: Iterable[str], runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+def _html(title: str, parts: Iterable[str], runs: Sequence[RecordedRun], reloads: bool) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S")
-    data = page_data(runs, names, REFRESH_S if any(run.state == "running" for run in runs) else 0.0)
+    is_running = any(run.state == "running" for run in runs)
+    refresh = f'<meta http-equiv="refresh" content="{REFRESH_S}">' if reloads and is_running else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{refresh}'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n"
         + "\n".join(part for part in parts if part)
-        + f"\n<footer>Written {written} by meshtrainer.</footer></main>\n"
-        + f'<script type="application/json" id="data">{data}</script>\n<script>\n{SCRIPT}</script></body></html>\n'
+        + f"\n<footer>Written {written} by meshtrainer.</footer></main></body></html>\n"
     )
 
 
 def subtitle_of(run: RecordedRun) -> str:
     """Return the line below the title: model, number of parameters, mesh, device and torch version."""
-    start = run.attempts[-1].start if run.attempts else {}
     items = [run.model]
-    if start.get("parameters"):
-        items.append(f"{readable_count(start['parameters'])} parameters")
-    if run.attempts and run.attempts[-1].mesh:
-        ranks = start.get("world_size", 1)
-        items.append(f"{run.attempts[-1].mesh} on {ranks} {start.get('device', '')} rank{'s' * (ranks != 1)}")
-    if start.get("torch"):
-        items.append(f"torch {start['torch']}")
+    if run.attempts:
+        attempt = run.attempts[-1]
+        if attempt.num_parameters:
+            items.append(f"{readable_count(attempt.num_parameters)} parameters")
+        if attempt.mesh:
+            items.append(f"{attempt.mesh} on {attempt.num_ranks} {attempt.device} rank{'s' * (attempt.num_ranks != 1)}")
+        if attempt.torch:
+            items.append(f"torch {attempt.torch}")
     return " · ".join(item for item in items if item)
 
 
 def _tiles(run: RecordedRun) -> str:
     """Return the key figures at the top of the page."""
     goodput = run.goodput
-    loss, eval_loss = run.last("loss"), run.last("loss", from_evals=True)
-    bits = run.last("bits_per_byte", from_evals=True)
-    tokens, memory = run.last("tokens"), run.last("peak_memory_gib")
-    speed, mfu = run.median("tokens_per_s"), run.median("mfu")
-    skipped = f"{run.num_skipped} skipped" if run.num_skipped else ""
+    loss, eval_loss = last_value(run.train, "loss"), last_value(run.evals, "loss")
+    bits, memory = last_value(run.evals, "bits_per_byte"), last_value(run.train, "peak_memory_gib")
+    speed, mfu = median(run.train, "tokens_per_s"), median(run.train, "mfu")
+    num_skipped = last_value(run.train, "skipped")
+    of_total = f"of {run.num_steps:,}" if run.num_steps is not None else ""
+    skipped = f"{num_skipped:,.0f} skipped" if num_skipped else ""
     with_mfu = "" if mfu is None else f"; MFU {_format_percent(mfu)}"
-    of_total = f"of {run.num_steps:,}" if isinstance(run.num_steps, int) else ""
     tiles = [
         ("steps", f"{run.last_step:,}", ", ".join(text for text in (of_total, skipped) if text)),
-        ("target tokens", readable_count(tokens or 0), ""),
+        ("target tokens", readable_count(last_value(run.train, "tokens") or 0), ""),
         ("training loss", _format_number(loss), "last recorded value"),
         ("evaluation loss", _format_number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
         ("target tokens per second", readable_count(speed) if speed else MISSING, f"median{with_mfu}"),
@@ -144,7 +152,7 @@ def _time_bar(run: RecordedRun) -> str:
     if goodput.fraction is None:
         return ""
     bar, items = [], []
-    for name, (label, color) in TIME_PART_STYLES.items():
+    for name, (label, color) in TIME_PARTS.items():
         seconds = getattr(goodput, name)
         share = seconds / goodput.wall_s
         if share >= 0.0005:
@@ -158,17 +166,22 @@ def _time_bar(run: RecordedRun) -> str:
     )
 
 
-_CHARTS = """\
-<section class="controls" hidden>
-<label>over <select name="axis"><option value="step">steps</option><option value="tokens">tokens</option>
-<option value="hours">wall time</option></select></label>
-<label>scale <select name="log"><option value="auto">auto</option><option value="linear">linear</option>
-<option value="log">logarithmic</option></select></label>
-<label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02"></label>
-<label><input type="checkbox" name="live">refresh during training</label></section>
-<noscript><p class="card">The charts need JavaScript. The PNG next to this page has them too.</p></noscript>
-<section class="charts"></section>"""
-"""The controls of the charts, and the section that the page's script fills with the charts."""
+def _charts(runs: Sequence[RecordedRun]) -> str:
+    """Return the charts of one run, or of several in common panels."""
+    return f'<section class="charts">{"".join(_chart(panel, runs) for panel in panels_of(runs))}</section>'
+
+
+def _chart(panel: Panel, runs: Sequence[RecordedRun]) -> str:
+    scale = "<small>log scale</small>" if is_logarithmic(panel, runs) else ""
+    series = series_of(panel, runs)
+    entries = []
+    for each in series if len(series) > 1 else []:
+        color = each.color if len(runs) == 1 else "muted"
+        mark = f'<i class="{each.style}" style="color: var(--{color})"></i>'
+        entries.append(f"<span>{mark}{escape(each.label)}</span>")
+    legend = f'<span class="legend">{"".join(entries)}</span>' if entries else ""
+    caption = f"<figcaption><b>{escape(panel.title)}</b>{scale}{legend}</figcaption>"
+    return f'<figure class="card">{caption}{draw_svg(panel, runs)}</figure>'
 
 
 def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
@@ -224,34 +237,33 @@ def _samples_section(run: RecordedRun) -> str:
     return f'<section class="card samples"><h2>Samples</h2>{"".join(items)}</section>'
 
 
-def _files_section(run: RecordedRun, page_folder: Path | None, is_served: bool) -> str:
+def _files_section(run: RecordedRun, page_folder: Path) -> str:
     """Return the list of existing checkpoints and traces, with links relative to the page's folder."""
     checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
     traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
-    if page_folder is None or not (checkpoints or traces):
+    if not (checkpoints or traces):
         return ""
     items = [
-        f"<li>{escape(str(path))}</li>"
-        if is_served and path in checkpoints
-        else f'<li><a href="{escape(quote(os.path.relpath(path, page_folder)))}">{escape(path.name)}</a></li>'
+        f'<li><a href="{escape(quote(os.path.relpath(path, page_folder)))}">{escape(path.name)}</a></li>'
         for path in (*checkpoints, *traces)
     ]
     hint = '<p class="muted">Traces open in <b>ui.perfetto.dev</b>.</p>' if traces else ""
     return f'<section class="card"><h2>Files</h2><ul class="links">{"".join(items)}</ul>{hint}</section>'
 
 
-def _legend(run: RecordedRun) -> str:
-    """Return a legend for the checkpoints, restarts and lost steps in the charts."""
+def _legend(runs: Sequence[RecordedRun]) -> str:
+    """Return a legend for what the charts mark: in those of a single run, checkpoints, restarts and lost steps."""
     entries = []
-    if run.checkpoint_steps.size:
-        entries.append('<i style="height: 11px; border-left: 2px solid var(--green)"></i>checkpoint')
-    if run.restarts:
-        entries.append('<i style="height: 14px; border-left: 2px dashed var(--muted)"></i>restart')
-    if run.goodput.lost_steps:
-        style = "width: 14px; height: 14px; background: var(--red); opacity: .25"
-        entries.append(f'<i style="{style}"></i>steps lost in a crash and repeated')
-    if run.train["step"].size > 2 * NUM_POINTS:
-        entries.append("line: mean of a point's steps; band: minimum to maximum")
+    if len(runs) == 1:
+        (run,) = runs
+        if run.checkpoint_steps.size:
+            entries.append('<i class="checkpoint"></i>checkpoint')
+        if len(run.attempts) > 1:
+            entries.append('<i class="restart"></i>restart')
+        if any(attempt.lost_steps for attempt in run.attempts):
+            entries.append('<i class="lost"></i>steps lost in a crash and repeated')
+    if any(run.train["step"].size > 2 * num_columns_of(runs) for run in runs):
+        entries.append("line: mean over several steps; band: minimum to maximum")
     return f'<div class="key">{"".join(f"<span>{entry}</span>" for entry in entries)}</div>' if entries else ""
 
 
@@ -262,12 +274,11 @@ def _sources_section(run: RecordedRun) -> str:
     rows = [
         [
             escape(source),
-            _format_number(run.last(f"loss_{source}")),
-            _format_number(run.last(f"loss_{source}", from_evals=True)),
-            epochs,
+            _format_number(last_value(run.train, f"loss_{source}")),
+            _format_number(last_value(run.evals, f"loss_{source}")),
+            f"{last_value(run.train, f'epoch_{source}') or 0:.2f}",
         ]
         for source in run.sources
-        for epochs in [f"{run.last(f'epoch_{source}') or 0:.2f}"]
     ]
     table = _table(("", "training loss", "evaluation loss", "epochs"), rows, num_text=1)
     return f'<section class="card"><h2>Sources</h2>{table}</section>'
@@ -278,7 +289,7 @@ def _logged_section(run: RecordedRun) -> str:
     if not run.logged:
         return ""
     rows = [
-        [escape(name), _format_logged(run.last(name)), _format_logged(run.last(name, from_evals=True))]
+        [escape(name), *(_format_logged(last_value(table, name)) for table in (run.train, run.evals))]
         for name in run.logged
     ]
     table = _table(("", "training", "evaluation"), rows, num_text=1)
@@ -288,30 +299,28 @@ def _logged_section(run: RecordedRun) -> str:
 def _attempts_section(run: RecordedRun) -> str:
     if not run.attempts:
         return ""
-    rows = []
-    for number, attempt in enumerate(run.attempts, start=1):
-        start = attempt.start
-        started = start.get("started") or start.get("time")
-        share = attempt.update_s / attempt.wall_s if attempt.wall_s else None
-        outcome = f'<span class="{_state_class(attempt.outcome)}">{escape(attempt.outcome)}</span>'
-        rows.append(
-            [
-                str(number),
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else MISSING,
-                escape(attempt.mesh),
-                outcome,
-                escape(str(start.get("world_size", ""))),
-                f"{attempt.resumed_step:,}",
-                f"{attempt.last_step:,}",
-                f"{attempt.lost_steps:,}" if attempt.lost_steps else MISSING,
-                MISSING if "load_s" not in start else _format_duration(start["load_s"]),
-                readable_duration(attempt.wall_s) if attempt.wall_s else MISSING,
-                _format_percent(share),
-            ]
-        )
     headers = ("", "began", "mesh", "ended", "ranks", "from step", "to step", "steps lost", "loading", "wall time")
+    rows = [_attempt_row(number, attempt) for number, attempt in enumerate(run.attempts, start=1)]
     table = _table((*headers, "goodput"), rows, num_text=4)
     return f'<section class="card"><h2>Attempts</h2>{table}</section>'
+
+
+def _attempt_row(number: int, attempt: Attempt) -> list[str]:
+    share = attempt.update_s / attempt.wall_s if attempt.wall_s else None
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.began)) if attempt.began else MISSING
+    return [
+        str(number),
+        began,
+        escape(attempt.mesh),
+        f'<span class="{_state_class(attempt.outcome)}">{escape(attempt.outcome)}</span>',
+        str(attempt.num_ranks or MISSING),
+        f"{attempt.resumed_step:,}",
+        f"{attempt.last_step:,}",
+        f"{attempt.lost_steps:,}" if attempt.lost_steps else MISSING,
+        MISSING if attempt.load_s is None else _format_duration(attempt.load_s),
+        readable_duration(attempt.wall_s) if attempt.wall_s else MISSING,
+        _format_percent(share),
+    ]
 
 
 def save_costs_of(run: RecordedRun) -> dict[str, str]:
@@ -320,17 +329,17 @@ def save_costs_of(run: RecordedRun) -> dict[str, str]:
     Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
     nodes.
     """
-    num_nodes = _positive(run.attempts[-1].start.get("nodes")) if run.attempts else None
-    every = run.checkpoint.get("every")
+    num_nodes = run.attempts[-1].num_nodes if run.attempts else 0
+    every = run.setting("checkpoint", "every")
     if not run.history.saves or not num_nodes or not every:
         return {}
     section = CheckpointSection()
-    if mtbf_h := _positive(run.checkpoint.get("node_mtbf_h")):
+    if mtbf_h := _positive(run.setting("checkpoint", "node_mtbf_h")):
         section = dataclasses.replace(section, node_mtbf_h=mtbf_h)
-    costs = costs_of(RunConfig(checkpoint=section), int(num_nodes), 0.0, run.history)
-    step_s = run.median("step_s")
+    costs = costs_of(RunConfig(checkpoint=section), num_nodes, 0.0, run.history)
+    step_s = median(run.train, "step_s")
     every_s = every * step_s if isinstance(every, int) and step_s else costs.best_interval_s
-    return describe_costs(costs, every_s, int(num_nodes))
+    return describe_costs(costs, every_s, num_nodes)
 
 
 def _positive(value: Any) -> float | None:
@@ -363,20 +372,19 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], num_text: int)
 
 
 def _summary_row(number: int, name: str, run: RecordedRun) -> list[str]:
-    """Return a run's row of the table that compares runs; its label selects whether the charts show it."""
-    color, text = RUN_COLORS[number % len(RUN_COLORS)], escape(name)
-    box = f'<input type="checkbox" data-run="{text}" checked>'
-    start = run.attempts[-1].start if run.attempts else {}
-    speed, parameters = run.median("tokens_per_s"), start.get("parameters")
+    """Return a run's row of the table that compares runs, with the color that it has in the charts."""
+    color = RUN_COLORS[number % len(RUN_COLORS)]
+    speed = median(run.train, "tokens_per_s")
+    num_parameters = run.attempts[-1].num_parameters if run.attempts else 0
     return [
-        f'<label>{box} <span class="swatch" style="background: var(--{color})"></span>{text}</label>',
+        f'<span class="swatch" style="background: var(--{color})"></span>{escape(name)}',
         f'<span class="{_state_class(run.state)}">{escape(run.state)}</span>',
         escape(run.model),
-        readable_count(parameters) if parameters else MISSING,
+        readable_count(num_parameters) if num_parameters else MISSING,
         f"{run.last_step:,}",
-        readable_count(run.last("tokens") or 0),
-        _format_number(run.last("loss")),
-        _format_number(run.last("loss", from_evals=True)),
+        readable_count(last_value(run.train, "tokens") or 0),
+        _format_number(last_value(run.train, "loss")),
+        _format_number(last_value(run.evals, "loss")),
         readable_count(speed) if speed else MISSING,
         readable_duration(run.goodput.wall_s) if run.goodput.wall_s else MISSING,
         _format_percent(run.goodput.fraction),
