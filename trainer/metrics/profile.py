@@ -1,28 +1,37 @@
 """Profiles selected steps: writes a trace, a memory snapshot (on CUDA), and a record of where the time went.
 
 Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
-torch's profiler records, a trace contains a range for each step, and a separate track for the phases of the run: a
-phase may start on one thread and end on another, so it does not fit into the track of any one thread.
+torch's profiler records, a trace contains a range for each step and, in it, one in which training waits for data.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import os
 import threading
-import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from trainer.config import RunConfig
 from trainer.distributed.monitor import Monitor
 from trainer.files import atomic_replace
 from trainer.hooks import Hook
 from trainer.metrics.record import Record
-from trainer.metrics.time_breakdown import KINDS, PHASE, STEP_PREFIX, Timeline, find_events
+from trainer.metrics.time_breakdown import (
+    ATTENTION,
+    COMMUNICATION,
+    DATA,
+    DATA_RANGE,
+    HOST,
+    KINDS,
+    Span,
+    classify_kernel,
+    classify_operator,
+    compute_fractions,
+)
 from trainer.metrics.writers import Metrics, warn
 
 if TYPE_CHECKING:
@@ -30,8 +39,8 @@ if TYPE_CHECKING:
 
 _MAX_ALLOCATIONS = 100_000
 """Maximum number of allocations and frees in a memory snapshot, the same as in torchtitan."""
-_PHASE_THREAD_ID = 2**31 - 1
-"""Thread ID under which the trace shows the phases; no such thread exists."""
+_STEP_PREFIX = "ProfilerStep#"
+"""Prefix of the names of step ranges in a trace; the step number follows.  Trace viewers also recognize it."""
 
 
 class Profile(Hook):
@@ -99,14 +108,11 @@ class Profile(Hook):
             except RuntimeError as error:  # CUPTI may be missing or in use by another tool
                 warn(f"log.profile_steps: the profiler cannot start: {error}")
                 self._is_profiled_rank = False
-                return
-        self._monitor.observers.append(self._recording.enter_phase)
 
     def _finish(self, has_failed: bool = False) -> None:
         if self._recording is None:
             return
         recording, self._recording = self._recording, None
-        self._monitor.observers.remove(recording.enter_phase)
         if threading.get_ident() != recording.thread:
             return  # a generator was finalized on another thread, which cannot stop the profiler
         with self._monitor.during("profile"):
@@ -124,12 +130,10 @@ class _Recording:
 
     def __init__(self, device: torch.device) -> None:
         self.thread = threading.get_ident()
-        self._device, self._on_cuda = device, device.type == "cuda"
-        self._step_starts: dict[int, float] = {}
-        """Start time of each step by this process's clock, in microseconds."""
+        self._on_cuda = device.type == "cuda"
+        self._steps: list[int] = []
         self._num_ended = 0
         self._range: torch.profiler.record_function | None = None
-        self._phases: list[tuple[float, str]] = []
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._on_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -138,14 +142,10 @@ class _Recording:
         if self._on_cuda:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
 
-    def enter_phase(self, phase: str) -> None:
-        """Record that a phase starts.  May be called from any thread."""
-        self._phases.append((_now_us(), phase))
-
     def begin(self, step: int) -> None:
-        self._range = torch.profiler.record_function(f"{STEP_PREFIX}{step}")
+        self._steps.append(step)
+        self._range = torch.profiler.record_function(f"{_STEP_PREFIX}{step}")
         self._range.__enter__()
-        self._step_starts[step] = _now_us()
 
     def end(self) -> None:
         self._num_ended += self._range is not None
@@ -162,14 +162,12 @@ class _Recording:
         On CUDA with `has_failed`, no trace is written and None is returned.  Raises OSError, RuntimeError or ValueError
         if a file cannot be written; no partial file is left behind.
         """
-        steps = list(self._step_starts)
-        name = f"{steps[0]}-{steps[-1]}_rank{rank}"
+        name = f"{self._steps[0]}-{self._steps[-1]}_rank{rank}"
         trace, memory = folder / f"trace_{name}.json.gz", folder / f"memory_{name}.pickle"
         has_trace = not (self._on_cuda and has_failed)
         try:
             if has_trace:  # stop the profiler first: it would disturb everything that follows
                 self._end_range()
-                self.enter_phase("end")
                 self._profiler.stop()
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob(f".*_rank{rank}.*"):  # left over from a killed attempt
@@ -182,65 +180,103 @@ class _Recording:
                 torch.cuda.memory._record_memory_history(enabled=None)
         if not has_trace:
             return None
-        timeline = self._write_trace(trace)
-        timeline.steps = timeline.steps[: self._num_ended]
-        if not timeline.steps:
+        self._write_trace(trace)
+        steps = self._steps[: self._num_ended]
+        events = self._profiler.events()
+        ranges = ranges_of_steps(events, steps)
+        if not ranges:
             return None
         fractions: dict[str, Any] = dict.fromkeys(KINDS)
-        if self._on_cuda and not timeline.kernels:
+        if self._on_cuda and not any(map(_is_kernel, events)):
             warn("log.profile_steps: the profiler saw no kernels (CUPTI), so it is unknown where the time went")
         else:
-            fractions = timeline.fractions()
+            fractions = fractions_of(events, ranges)
         files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
-        num_steps = len(timeline.steps)
         return Record(
             kind="profile",
-            step=steps[num_steps - 1],
+            step=steps[-1],
             first_step=steps[0],
-            update_s=sum(step.duration_us for step in timeline.steps) / num_steps / 1e6,
+            update_s=sum(step.time_range.elapsed_us() for step in ranges) / len(ranges) / 1e6,
             **fractions,
             **files,
         )
 
-    def _write_trace(self, path: Path) -> Timeline:
-        """Write the compressed trace, including the track of phases, and return its parsed timeline."""
+    def _write_trace(self, path: Path) -> None:
         with atomic_replace(path) as partial:
-            raw = partial.with_suffix(".json")
+            compressed = partial.with_name(f"{partial.name}.gz")  # the profiler compresses if the name ends in .gz
             try:
-                self._profiler.export_chrome_trace(str(raw))
-                text = raw.read_text()
+                self._profiler.export_chrome_trace(str(compressed))
+                compressed.replace(partial)
             finally:
-                raw.unlink(missing_ok=True)
-            begin, events = find_events(text)
-            timeline = Timeline.from_events(events)
-            phase_events = self._phase_events(timeline)
-            timeline.phases = Timeline.from_events(phase_events).phases
-            with gzip.open(partial, "wt", compresslevel=3) as file:
-                file.write(text[:begin])
-                file.writelines(json.dumps(event) + ",\n" for event in phase_events)
-                file.write(text[begin:])
-        return timeline
-
-    def _phase_events(self, timeline: Timeline) -> list[dict[str, Any]]:
-        """Return the trace events of the phases, with times converted to the trace's clock.
-
-        The offset between the clocks is derived from the step ranges.  This process's clock is read slightly after a
-        range starts, and noticeably after the first one starts, so the largest difference is the most accurate.
-        """
-        steps = timeline.steps
-        offsets = [step.start_us - self._step_starts[int(step.name)] for step in steps]
-        offset_us = max(offsets, default=0.0)
-        lane = {"pid": steps[0].lane[0] if steps else os.getpid(), "tid": _PHASE_THREAD_ID}
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", **lane, "args": {"name": "phases"}},
-            {"ph": "M", "name": "thread_sort_index", **lane, "args": {"sort_index": -1}},
-        ]
-        for (start_us, phase), (end_us, _) in zip(self._phases, self._phases[1:], strict=False):
-            if phase != "between steps":
-                times = {"ts": round(start_us + offset_us, 3), "dur": round(end_us - start_us, 3)}
-                events.append({"ph": "X", "cat": PHASE, "name": phase, **lane, **times})
-        return events
+                compressed.unlink(missing_ok=True)
 
 
-def _now_us() -> float:
-    return time.perf_counter_ns() / 1e3
+# ---------------------------------------------------------------------------------------------------------------
+# Shares of the steps' time, from the events of torch's profiler
+
+
+def ranges_of_steps(events: Iterable[FunctionEvent], steps: Sequence[int]) -> list[FunctionEvent]:
+    """Return the ranges of these steps on the training thread, in order, as far as the profiler has recorded them."""
+    names = [f"{_STEP_PREFIX}{step}" for step in steps]
+    ranges = {event.trace_name: event for event in events if event.device_type == DeviceType.CPU}
+    return [ranges[name] for name in names if name in ranges]
+
+
+def fractions_of(events: Sequence[FunctionEvent], steps: Sequence[FunctionEvent]) -> dict[str, float]:
+    """Return the fraction of the steps' time spent in each of `KINDS`.  The fractions sum to 1.
+
+    events: all events of a profile.
+    steps: the steps' ranges on the training thread, in order.
+
+    If there are kernels, time is attributed to them first, and to data and Gloo while the device is idle.  Otherwise it
+    is attributed to operators on the training thread; time outside any operator while Gloo is active counts as waiting
+    for communication.
+    """
+    kernels = [_span(event, classify_kernel(event.name)) for event in events if _is_kernel(event)]
+    collectives = [_span(event, COMMUNICATION) for event in events if event.name.startswith("gloo:")]
+    if not kernels:
+        operators = [span for step in steps for span in _operators_in(step)]
+        return compute_fractions([*operators, *collectives], [_span(step, HOST) for step in steps])
+    data = [_span(event, DATA) for event in events if event.name == DATA_RANGE]
+    return compute_fractions([*kernels, *collectives, *data], _steps_on_device(events, steps))
+
+
+def _span(event: FunctionEvent, kind: str) -> Span:
+    return Span(kind, event.time_range.start, event.time_range.end)
+
+
+def _is_kernel(event: FunctionEvent) -> bool:
+    """Return whether an event is a kernel, a copy or a fill on a GPU."""
+    return event.device_type != DeviceType.CPU and not event.is_user_annotation
+
+
+def _operators_in(event: FunctionEvent) -> Iterator[Span]:
+    """Yield the operators that a range or an operator has called, each possibly within another one.
+
+    Operators called by attention, communication or data loading are left out: some attention implementations are built
+    from matmuls.
+    """
+    for called in event.cpu_children:
+        kind = classify_operator(called.name)
+        if kind != HOST:
+            yield _span(called, kind)
+        if kind not in (ATTENTION, COMMUNICATION, DATA):
+            yield from _operators_in(called)
+
+
+def _steps_on_device(events: Sequence[FunctionEvent], steps: Sequence[FunctionEvent]) -> list[Span]:
+    """Return the steps with their times on the device, which may lag behind the host.
+
+    A step ends when its last kernel ends: the profiler records its range on the device under the same name.  It starts
+    when the host starts it or when the previous step ends, whichever is later.
+    """
+    names = {step.trace_name for step in steps}
+    ends_us: dict[str, float] = {}
+    for event in events:
+        if event.trace_name in names:
+            ends_us[event.trace_name] = max(event.time_range.end, ends_us.get(event.trace_name, 0.0))
+    spans: list[Span] = []
+    for step in steps:
+        start_us = max(step.time_range.start, spans[-1].end_us if spans else 0.0)
+        spans.append(Span(HOST, start_us, max(start_us, ends_us[step.trace_name])))
+    return spans

@@ -30,6 +30,7 @@ from trainer.errors import TrainingFailed, UserError
 from trainer.metrics.devices import find_device
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, Record
 from trainer.metrics.stop_criterion import StopCriterion
+from trainer.metrics.time_breakdown import DATA_RANGE
 
 if TYPE_CHECKING:
     from trainer.lifecycle.state import TrainState
@@ -149,7 +150,8 @@ class StepMetrics:
     def take_micro_batches(self, batches: Iterator[Any], count: int) -> list[Any]:
         """Start to measure a step, and return its `count` micro-batches.  Raises TrainingFailed if the loader ends."""
         self._started = time.perf_counter()
-        micro_batches = list(islice(batches, count))
+        with torch.profiler.record_function(DATA_RANGE):
+            micro_batches = list(islice(batches, count))
         if len(micro_batches) < count:
             raise TrainingFailed(f"step {self._state.step + 1}: the loader from build_loader ended; it must be endless")
         self._data_s = time.perf_counter() - self._started
