@@ -17,7 +17,7 @@ from trainer.config import RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import EXIT_FAILED, print_stderr, setting_error
 from trainer.files import local_path, write_atomically
-from trainer.lifecycle.owner import Owner, exit_taken_over, is_owned
+from trainer.lifecycle.owner import Owner, is_owned
 
 STATUS = "status.json"
 """The file with the state of the run: running, or how it ended."""
@@ -37,23 +37,14 @@ RECORD_FILES = (
 class RunFolder:
     """The folder `run.dir`: its owner, `config.yaml` and `status.json`, and the files of earlier attempts."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        is_main: bool,
-        comment: str = "",
-        on_taken_over: Callable[[str], None] = exit_taken_over,
-    ) -> None:
-        """comment: text to write above the configuration in `config.yaml`.
-
-        on_taken_over: ends this process, with a message, after another run has taken over a folder (`Owner`).
-        """
+    def __init__(self, config: RunConfig, is_main: bool, comment: str = "") -> None:
+        """comment: text to write above the configuration in `config.yaml`."""
         self.config, self.path, self.is_main = config, config.run_dir, is_main
         self._comment = comment
-        self._owners = [Owner(self.path, "run.dir", on_taken_over)]
+        self._owners = [Owner(self.path, "run.dir")]
         self._checkpoint_dir = local_path(config.checkpoint.dir) if config.checkpoint.dir else None
         if self._checkpoint_dir is not None and not self._checkpoint_dir.is_relative_to(self.path.absolute()):
-            self._owners.append(Owner(self._checkpoint_dir, "checkpoint.dir", on_taken_over))
+            self._owners.append(Owner(self._checkpoint_dir, "checkpoint.dir"))
         self._is_acquired = False
         self._created_folders: list[Path] = []
 

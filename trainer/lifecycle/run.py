@@ -4,7 +4,7 @@
        \\________________________/
 
 `begin` writes config.yaml, the start record and status.json.  `end`, which any thread may call, writes the end record
-and status.json, releases the folder and runs the command `run.on_end`; it does so once.  A user error or a stop request
+and status.json, runs the command `run.on_end` and releases the folder; it does so once.  A user error or a stop request
 before `begin` is not recorded: the files of an existing run stay as they are, except that loading may have quarantined
 damaged checkpoints (`CheckpointReader.restore`), and that superseded files are moved aside right before `begin`
 (`Resume.supersede`).  A standalone evaluation (`write_nothing`) leaves no files at all.
@@ -111,15 +111,14 @@ class Run:
         state: `finished`, `stopped` or `failed`.
         """
         with self._lock:
-            was_running, has_ended = self.phase == "running", self.phase == "ended"
-            self.phase = "ended"
-        if has_ended:
+            phase, self.phase = self.phase, "ended"
+        if phase == "ended":
             return
         stop.is_ending = True
-        if was_running:
+        if phase == "running" or state == "failed":
             self._write_end(state, exit_code, reason)
         failure = self._monitor.failure
-        if was_running and failure is not None and failure.lost_rank_0 and self._world.rank == 1:
+        if phase == "running" and failure is not None and failure.lost_rank_0 and self._world.rank == 1:
             record_end(self._folder.path, read_status(self._folder.path), self._state.step, failure.reason)
         self._release()
 
