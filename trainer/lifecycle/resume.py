@@ -205,9 +205,9 @@ def _newest_recorded_save(metrics: Path) -> int | None:
     newest: int | None = None
     with suppress(OSError):
         for _, record in read_records(metrics):
-            if record["kind"] == "start":  # newer checkpoints were missing, or are superseded
+            if record.get("kind") == "start":  # newer checkpoints were missing, or are superseded
                 resumed_step = record.get("resumed_step")
                 newest = resumed_step if isinstance(resumed_step, int) else None
-            elif record["kind"] == "checkpoint":
+            elif record.get("kind") == "checkpoint":
                 newest = max(newest or 0, record["step"])
     return newest
