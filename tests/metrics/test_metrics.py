@@ -158,7 +158,7 @@ def test_resume_replaces_records_after_its_checkpoint(resumed: Resumed) -> None:
         b'{"kind": "train", "note": "\xc3',
         b'{"kind": "train", "loss": 2.5}\n{"kind": "norms", "step": "7"}\n{"kind": "sample", "step": null}\n'
         b'{"kind": "eval", "step": true}\n{"kind": "checkpoint"}\n{"kind": "train", "step": 1e400}\n'
-        b'{"kind": ["train"], "step": [3]}\n[1]\nnull\n{"kind": "train", "step": 1' + 400 * b"0" + b"}\n",
+        b'{"kind": ["train"], "step": [3]}\n{"note": 1}\n[1]\nnull\n{"kind": "train", "step": 1' + 400 * b"0" + b"}\n",
         b'{"kind": "note", "time": 1' + 400 * b"0" + b"}\n" + 100_000 * b"[",
         *(
             pytest.param(debris, marks=pytest.mark.campaign)

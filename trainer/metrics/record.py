@@ -140,8 +140,8 @@ _MAX_STEP = 2**63
 def parse_line(line: str | bytes) -> dict[str, Any] | None:
     """Return a line's record, or None if it is not a valid one.
 
-    A killed process leaves a partial line, and other programs may have written to the file: a record of a step must
-    have that step, as a whole number.
+    A killed process leaves a partial line, and other programs may have written to the file: a record must have a kind,
+    and a record of a step must have that step, as a whole number.
     """
     try:
         record = json.loads(line)
@@ -149,7 +149,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict):
         return None
-    step = record.get("step")
+    kind, step = record.get("kind"), record.get("step")
     has_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MAX_STEP
-    needs_step = step is not None or record.get("kind") in _KINDS_WITH_STEP
-    return record if has_step or not needs_step else None
+    needs_step = step is not None or kind in _KINDS_WITH_STEP
+    return record if isinstance(kind, str) and (has_step or not needs_step) else None
