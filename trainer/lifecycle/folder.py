@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,12 +164,21 @@ def _reporting_errors(setting: str, folder: Path, legal: str | None) -> Iterator
         raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
 
 
+_RETRY_PAUSES_S = (0.2, 1.0)
+"""Pauses before further attempts to write the status: storage may be unreachable for a moment."""
+
+
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
     """Write `status.json`.  A failure is only printed, so that a full disk does not hide the run's own message."""
-    try:
-        write_atomically(run_dir / STATUS, json.dumps(status) + "\n")
-    except OSError as error:
-        print_stderr(f"warning: {run_dir / STATUS} cannot be written: {error}")
+    for pause_s in (*_RETRY_PAUSES_S, None):
+        try:
+            write_atomically(run_dir / STATUS, json.dumps(status) + "\n")
+            return
+        except OSError as error:
+            if pause_s is None:
+                print_stderr(f"warning: {run_dir / STATUS} cannot be written: {error}")
+            else:
+                time.sleep(pause_s)
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
