@@ -152,7 +152,10 @@ def die_with_parent(enabled: bool, env: MutableMapping[str, str] = os.environ) -
 
 
 def record_start_time(start_time: float, env: MutableMapping[str, str] = os.environ) -> None:
-    """Record the command's start time, for the first Trainer in this process or in each of its workers."""
+    """Record the command's start time, for the first Trainer in this process or in each of its workers.
+
+    start_time: in seconds since the Unix epoch.
+    """
     if NPROC_VARIABLE not in env:
         env[START_TIME] = repr(start_time)
 
