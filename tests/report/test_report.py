@@ -185,6 +185,11 @@ def test_a_million_records_make_a_small_page(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 2_000_000
 
 
+def test_losses_that_are_not_finite_are_marked(plain: Page, tmp_path: Path) -> None:
+    text = report(write(tmp_path, [*ONE_ATTEMPT, train_line(7, loss=None)])).text
+    assert ("not finite" in text, "not finite" in plain.text) == (True, False)
+
+
 def test_a_long_series_is_summarized_by_means_minima_and_maxima() -> None:
     """Ten columns of ten steps; values that are not finite are left out."""
     steps = np.arange(1.0, 101.0)

@@ -79,8 +79,7 @@ class Panel:
     series: Sequence[Series]
     unit: str = ""
     starts_at_zero: bool = False
-    """Whether the y axis starts at zero, and a few outliers are cut off.  Otherwise it is logarithmic if that helps,
-    and steps with a value that is not finite are marked."""
+    """Whether the y axis starts at zero, and a few outliers are cut off.  Otherwise it is logarithmic if that helps."""
 
 
 LOSS = Panel("loss", (Series("loss", "training"), Series("loss", "evaluation", "red", "points")))
@@ -96,6 +95,10 @@ OTHER_PANELS = (
     ),
     Panel("peak memory per rank, GiB", (Series("peak_memory_gib"),), unit="GiB", starts_at_zero=True),
 )
+
+
+MARKED_COLUMNS = ("loss", "grad_norm")
+"""The columns whose values that are not finite are marked.  Others have none at the steps that lack the value."""
 
 
 def panels_of(runs: Sequence[RecordedRun]) -> list[Panel]:
@@ -210,8 +213,9 @@ def draw_panel(axes: Any, panel: Panel, runs: Sequence[RecordedRun]) -> None:
         for number, run in enumerate(runs):
             for series in series_of(panel, runs):
                 _draw_series(axes, series, run, COLORS[color_of(series, number, runs)], num_columns_of(runs))
-            if not panel.starts_at_zero:
-                _mark_not_finite(axes, panel, run)
+            if panel.series[0].column in MARKED_COLUMNS:
+                color = "red" if len(runs) == 1 else RUN_COLORS[number % len(RUN_COLORS)]
+                _mark_not_finite(axes, run, panel.series[0].column, COLORS[color])
         if len(runs) == 1:
             _mark_attempts(axes, runs[0])
     else:
@@ -239,14 +243,11 @@ def _draw_series(axes: Any, series: Series, run: RecordedRun, color: str, num_co
         axes.plot(points.x, points.mean, color=color, marker=marker, markersize=3, zorder=3)
 
 
-def _mark_not_finite(axes: Any, panel: Panel, run: RecordedRun) -> None:
-    """Mark the steps at which the panel's first column is not finite, along the upper edge."""
-    values = run.train.get(panel.series[0].column)
-    if values is None or not np.isfinite(values).any():
-        return
-    steps = run.train["step"][~np.isfinite(values)]
+def _mark_not_finite(axes: Any, run: RecordedRun, column: str, color: str) -> None:
+    """Mark the steps at which a column is not finite, along the upper edge."""
+    steps = run.train["step"][~np.isfinite(run.train[column])]
     steps = reduce_to_columns(steps, steps, NUM_COLUMNS).x
-    _mark_along_edge(axes, steps, 0.97, "x", COLORS["red"])
+    _mark_along_edge(axes, steps, 0.97, "x", color)
 
 
 def _mark_attempts(axes: Any, run: RecordedRun) -> None:
@@ -274,8 +275,12 @@ def _set_scales(axes: Any, panel: Panel, runs: Sequence[RecordedRun]) -> None:
     if is_logarithmic(panel, runs):
         axes.set_yscale("log")
         low, high = axes.get_ylim()
-        ratio = high / low
-        subs = (1.0,) if ratio > 200 else (1.0, 2.0, 5.0) if ratio > 20 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+        if high > 200 * low:
+            subs = [1.0]
+        elif high > 20 * low:
+            subs = [1.0, 2.0, 5.0]
+        else:
+            subs = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0]
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
         axes.yaxis.set_minor_locator(ticker.NullLocator())
     else:
@@ -350,8 +355,8 @@ def chart_style() -> Iterator[None]:
 
 
 _PANEL_SIZE = (4.5, 2.4)
-"""Width and height of a panel of the page in units of 72.  On a telephone a unit is about a pixel, and on a large
-screen 1.6 pixels."""
+"""Width and height of a panel of the page, in inches of 72 units.  On a phone a unit is about one pixel wide, on a
+large screen 1.6 pixels."""
 
 
 def draw_svg(panel: Panel, runs: Sequence[RecordedRun]) -> str:

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from trainer.checkpoint.interval import costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
 from trainer.errors import yaml_scalar
 from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.figures import (
+    MARKED_COLUMNS,
     RUN_COLORS,
     TIME_PARTS,
     Panel,
@@ -262,6 +265,8 @@ def _legend(runs: Sequence[RecordedRun]) -> str:
             entries.append('<i class="restart"></i>restart')
         if any(attempt.lost_steps for attempt in run.attempts):
             entries.append('<i class="lost"></i>steps lost in a crash and repeated')
+    if not all(np.isfinite(run.train[column]).all() for run in runs for column in MARKED_COLUMNS):
+        entries.append('<b class="cross">&times;</b>not finite')
     if any(run.train["step"].size > 2 * num_columns_of(runs) for run in runs):
         entries.append("line: mean over several steps; band: minimum to maximum")
     return f'<div class="key">{"".join(f"<span>{entry}</span>" for entry in entries)}</div>' if entries else ""
