@@ -21,12 +21,12 @@ from trainer.files import atomic_replace
 from trainer.hooks import Hook
 from trainer.metrics.record import Record
 from trainer.metrics.time_breakdown import (
-    ATTENTION,
     COMMUNICATION,
     DATA,
     DATA_RANGE,
     HOST,
     KINDS,
+    OTHER,
     Span,
     classify_kernel,
     classify_operator,
@@ -253,14 +253,14 @@ def _is_kernel(event: FunctionEvent) -> bool:
 def _operators_in(event: FunctionEvent) -> Iterator[Span]:
     """Yield the operators that a range or an operator has called, each possibly within another one.
 
-    Operators called by attention, communication or data loading are left out: some attention implementations are built
-    from matmuls.
+    Only host time and `other_kernels` are divided further: some attention implementations are built from matmuls, and a
+    matmul may copy its arguments first.
     """
     for called in event.cpu_children:
         kind = classify_operator(called.name)
         if kind != HOST:
             yield _span(called, kind)
-        if kind not in (ATTENTION, COMMUNICATION, DATA):
+        if kind in (HOST, OTHER):
             yield from _operators_in(called)
 
 
