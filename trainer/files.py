@@ -164,18 +164,24 @@ def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
     """Wrap a block that writes at least `num_bytes` bytes to a file or folder at `path`.
 
     Raises UserError, naming `setting`, if the disk is too full before the block or fills up during it, or if torch.save
-    cannot write.  If the block raises, empty folders that were created for `path` are removed.
+    cannot write.  If the block raises, or if the process leaves during it, empty folders that were created for `path`
+    are removed.
     """
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
-    free = free_bytes(path)
-    if free < num_bytes:
-        raise _disk_full_error(setting, path, num_bytes, free)
-    try:
-        yield
-    except BaseException as error:
+
+    def remove_created(*_: object) -> None:
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
+
+    free = free_bytes(path)
+    if free < num_bytes:
+        raise _disk_full_error(setting, path, num_bytes, free)
+    stop.on_exit.append(remove_created)
+    try:
+        yield
+    except BaseException as error:
+        remove_created()
         if is_disk_full(error, path, num_bytes):
             raise _disk_full_error(setting, path, num_bytes, free) from error
         if isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_SAVE_ERRORS):
@@ -183,6 +189,8 @@ def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
             fix = "check that storage, or give another path"
             raise setting_error(setting, path, f"cannot be written ({reason})", fix=fix) from error
         raise
+    finally:
+        stop.on_exit.remove(remove_created)
 
 
 def free_bytes(path: Path) -> int:

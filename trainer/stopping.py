@@ -41,7 +41,7 @@ _POLL_S = 1.0
 """Seconds between checks for the notice file.  On a network file system each check is a round trip."""
 
 _CLEANUP_S = 2.0
-"""Longest time that `on_exit` may take in total, in seconds: the storage may hang."""
+"""Longest time to delete unfinished files and to call `on_exit`, in seconds: the storage may hang."""
 
 
 class Stop:
@@ -60,7 +60,7 @@ class Stop:
         self.note = ""
         """What to say after the name of the signal that has ended this process, such as what the next start reuses."""
         self.on_exit: list[Callable[[int, str], None]] = []
-        """Called with the exit code and the reason before `leave` ends this process, in a thread of their own."""
+        """Called with the exit code and the reason by `leave`, in a thread of their own, after `partial` was deleted."""
         self.has_peer_failed: Callable[[], bool] = lambda: False
         """Returns whether another rank has failed: a launcher then sends SIGTERM, which is no request to stop."""
         self.partial: set[Path] = set()
@@ -138,7 +138,7 @@ class Stop:
 
     def _listen(self, read_end: int) -> None:
         while number := os.read(read_end, 1):
-            if number[0] in self._previous:
+            if signal.getsignal(number[0]) == self._record:  # nobody has replaced the handler since
                 self._answer(signal.Signals(number[0]))
         os.close(read_end)
 
@@ -179,9 +179,6 @@ class Stop:
         cleanup = threading.Thread(target=self._clean_up, args=[exit_code, reason], daemon=True)
         cleanup.start()
         cleanup.join(_CLEANUP_S)
-        for path in list(self.partial):
-            with contextlib.suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
         multiprocessing = sys.modules.get("multiprocessing")
         for child in multiprocessing.active_children() if multiprocessing is not None else ():
             child.kill()
@@ -191,6 +188,9 @@ class Stop:
         os._exit(exit_code)
 
     def _clean_up(self, exit_code: int, reason: str) -> None:
+        for path in list(self.partial):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         for work in list(self.on_exit):
             work(exit_code, reason)
 
