@@ -125,14 +125,16 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=help_text)
 
 
-def run_command(work: Callable[[], int]) -> int:
+def run_command(work: Callable[[], int], hears_signals: bool = True) -> int:
     """Run a command and return its exit code.  Expected errors are printed as one message, without a traceback.
 
-    A signal ends the process at once, with 128 plus its number, as a shell reports it.
+    hears_signals: whether a signal ends the process at once, with 128 plus its number, as a shell reports it; otherwise
+        `work` handles signals itself.
     """
     install_redaction()
     try:
-        with stop.hearing_signals(exit_code=lambda number: 128 + number):
+        hearing = stop.hearing_signals(exit_code=lambda number: 128 + number)
+        with hearing if hears_signals else contextlib.nullcontext():
             code = work()
         sys.stdout.flush()
         return code

@@ -296,7 +296,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
         command, env = srun_command(options, job, os.environ)
         return job.run(command, env)
 
-    return run_command(work)
+    return run_command(work, hears_signals=False)
 
 
 def make_parser() -> CommandParser:

@@ -60,7 +60,7 @@ class Stop:
         self.note = ""
         """What to say after the name of the signal that has ended this process, such as what the next start reuses."""
         self.on_exit: list[Callable[[int, str], None]] = []
-        """Called with the exit code and the reason by `leave`, in a thread of their own, after `partial` was deleted."""
+        """Called with the exit code and the reason by `leave`, in a thread of their own, once `partial` is deleted."""
         self.has_peer_failed: Callable[[], bool] = lambda: False
         """Returns whether another rank has failed: a launcher then sends SIGTERM, which is no request to stop."""
         self.partial: set[Path] = set()
@@ -133,8 +133,13 @@ class Stop:
             self.note = outer_note
 
     def _record(self, number: int, frame: object) -> None:
-        """Record a signal, so that the current step knows of it.  The thread does everything else."""
+        """Record a signal, so that the current step knows of it.  The thread does everything else.
+
+        If the thread is about to end this process, the main thread waits for that: it must begin nothing new.
+        """
         self.name = self.name or signal.Signals(number).name
+        while not self.has_state and not self.is_ending:
+            time.sleep(60.0)
 
     def _listen(self, read_end: int) -> None:
         while number := os.read(read_end, 1):
