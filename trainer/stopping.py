@@ -61,8 +61,10 @@ class Stop:
         """What to say after the name of the signal that has ended this process, such as what the next start reuses."""
         self.on_exit: list[Callable[[int, str], None]] = []
         """Called with the exit code and the reason by `leave`, in a thread of their own, once `partial` is deleted."""
-        self.has_peer_failed: Callable[[], bool] = lambda: False
-        """Returns whether another rank has failed: a launcher then sends SIGTERM, which is no request to stop."""
+        self.find_failure: Callable[[], tuple[int, str] | None] = lambda: None
+        """Returns the exit code and the reason of a failure of another rank; None if there is none.
+
+        A launcher sends SIGTERM after such a failure, which is no request to stop."""
         self.partial: set[Path] = set()
         """Unfinished files and folders, which `leave` deletes."""
         self._previous: dict[signal.Signals, Any] = {}
@@ -156,8 +158,8 @@ class Stop:
             self.leave(1, SECOND_INTERRUPT)
         if self.is_ending:
             return
-        if number == signal.SIGTERM and self.has_peer_failed():
-            self.leave(1, "another rank has failed")
+        if number == signal.SIGTERM and (failure := self.find_failure()) is not None:
+            self.leave(*failure)
         if not self.has_state:
             # `name` may still be empty: the handler runs when the main thread next runs Python code.
             name = number.name

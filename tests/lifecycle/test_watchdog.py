@@ -112,14 +112,3 @@ def test_the_first_step_may_take_longer(tmp_path: Path) -> None:
     limits = ["run.step_timeout_s=8", "run.first_step_timeout_s=60", "nproc=2"]
     ran = run(tmp_path / "run", *merged(RUN, limits), variables=fault.variables)
     assert ran.train("step") == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.campaign
-def test_collectives_have_the_step_timeout_after_the_first_step(tmp_path: Path) -> None:
-    """The waiting rank gives up after 15 s, long before the watchdog would, and the late one is named all the same."""
-    fault = Fault(tmp_path / "notes", {"forward 3 of rank 1": "hang"})
-    limits = ["run.timeout_s=15", "run.first_step_timeout_s=3000", "run.step_timeout_s=3000", "nproc=2"]
-    ran = run(tmp_path / "run", *merged(RUN, limits), code=1, variables=fault.variables)
-    assert ran.err.count("watchdog:") == 1
-    assert "rank 1 " in ran.status["reason"]
-    assert " forward " in ran.status["reason"]

@@ -33,6 +33,9 @@ START_TIME = "MESHTRAINER_STARTED"
 LAUNCHER_PID_VARIABLE = "MESHTRAINER_LAUNCHER"
 """Environment variable with the launcher's PID, set in the workers that `nproc=N` starts."""
 
+ENDS_SILENT_RANK = signal.SIGVTALRM
+"""The signal that ends a rank that does not answer.  Nobody else sends it, so a launcher can tell it from a cause."""
+
 EXPANDABLE = "expandable_segments:True"
 """The CUDA allocator's configuration, unless the user sets a different one."""
 

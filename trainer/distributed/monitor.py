@@ -26,12 +26,13 @@ import atexit
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -43,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config import RunConfig
 from trainer.distributed import exchange
+from trainer.distributed.environment import ENDS_SILENT_RANK
 from trainer.distributed.rank_status import (
     RankStatus,
     describe_late,
@@ -66,8 +68,8 @@ _SILENCE_S = 10.0
 """Seconds without an answer of the store after which its host counts as gone, if this rank has a question."""
 _GRACE_S, _RECORD_S, _SAVE_S = 3.0, 5.0, 60.0
 """How long this rank waits once it knows of a failure, in seconds: for its main thread to end by itself, then for the
-failure to be recorded, then for a save in flight.  Ranks other than 0 wait `_GRACE_S` more, because their exit makes a
-launcher end rank 0, which records and prints."""
+failure to be recorded, then for a save in flight.  Ranks other than 0 wait `_GRACE_S` more if rank 0 is alive, because
+their exit makes a launcher end rank 0, which records and prints."""
 _SUSPENDED_S = 5.0
 """If two rounds are more than this many seconds apart, the process is assumed to have been suspended."""
 
@@ -86,8 +88,45 @@ class Failure:
     exit_code: int = EXIT_FAILED
     can_save: bool = True
     """Whether a save in flight may still be completed; not if a rank is gone or if the save itself hangs."""
-    lost_rank_0: bool = False
-    """Whether rank 0 is gone, which cannot record the failure then."""
+    silent_ranks: Sequence[int] = ()
+    """Ranks that are gone or did not answer.  They may only be suspended, so the others on their machine end them."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """The process of a rank."""
+
+    pid: int
+    host: str
+    namespace: str
+    """The namespace of the PID, which is the container's; empty if the system has none."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    def is_near(self, other: Process) -> bool:
+        """Return whether `other` is on the same machine, in the same container."""
+        return (self.host, self.namespace) == (other.host, other.namespace)
+
+    def has_ended(self) -> bool:
+        """Return whether the process is gone; False if it is on another machine."""
+        if not self.is_near(this_process()):
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
+
+def this_process() -> Process:
+    """Return the process that calls this."""
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return Process(os.getpid(), socket.gethostname(), namespace)
 
 
 @dataclass(frozen=True)
@@ -124,6 +163,8 @@ class Monitor:
         """Records a failure, before this rank ends because of it; called in a thread of its own."""
         self.failure: Failure | None = None
         """The first failure of any rank, once this rank knows of it."""
+        self.processes: Sequence[Process] = ()
+        """The process of each rank, once they are known."""
 
         self.phase, self.since, self._step, self.num_phases_entered = "start", time.monotonic(), 0, 0
         self._limit: _Limit | None = None
@@ -154,7 +195,7 @@ class Monitor:
         # Python ends the thread with pthread_exit, and unwinding torch's C++ frames aborts the process.
         atexit.register(self.close)
         if self._can_leave:
-            stop.has_peer_failed = self._has_peer_failed
+            stop.find_failure = self._find_failure
             stop.on_exit.append(self._announce_stop)
 
     # -- called by the training thread ---------------------------------------------------------------------------
@@ -260,21 +301,27 @@ class Monitor:
             if thread is not threading.current_thread():
                 thread.join(timeout=_GRACE_S)
         atexit.unregister(self.close)
-        if stop.has_peer_failed == self._has_peer_failed:
-            stop.has_peer_failed = lambda: False
+        if stop.find_failure == self._find_failure:
+            stop.find_failure = lambda: None
         if self._announce_stop in stop.on_exit:
             stop.on_exit.remove(self._announce_stop)
 
     # -- when a signal arrives -----------------------------------------------------------------------------------
 
-    def _has_peer_failed(self) -> bool:
-        """Return whether another rank has failed.  Called by the thread `signals`, which asks for the newest state."""
+    def _find_failure(self) -> tuple[int, str] | None:
+        """Return the exit code and the reason of a failure, as a launcher sends SIGTERM after one; None for none.
+
+        Called by the thread `signals`.  Looks for news, and waits for the answer to a question.
+        """
         next_round = self._num_rounds + 2  # the round that is under way may have missed it
-        deadline = time.monotonic() + 1.0
-        while self.failure is None and self._num_rounds < next_round and time.monotonic() < deadline:
+        deadline = time.monotonic() + _ANSWER_S + 1.0
+        while self.failure is None and time.monotonic() < deadline:
+            is_silent = time.monotonic() - self._heard_at > 1.0
+            if not self._question and (self._num_rounds >= next_round or is_silent):
+                return None
             self._wake.set()
             time.sleep(0.02)
-        return self.failure is not None
+        return None if self.failure is None else (self.failure.exit_code, self.failure.reason)
 
     def _announce_stop(self, exit_code: int, reason: str) -> None:
         """Let the other ranks leave as well, because this one was asked to stop and has nothing to save."""
@@ -296,9 +343,11 @@ class Monitor:
                 self._ask(reason)
             if self.failure is None:
                 self._find_silence(now)
-            if self.failure is not None and now - self._failed_at > _GRACE_S * (1 if self.rank == 0 else 2):
-                self._leave(self.failure)
-                return
+            if self.failure is not None:
+                is_first = self.rank == 0 or 0 in self.failure.silent_ranks
+                if now - self._failed_at > (_GRACE_S if is_first else 2 * _GRACE_S):
+                    self._leave(self.failure)
+                    return
 
     def _extend_limits(self, seconds: float) -> None:
         self._heard_at += seconds
@@ -329,8 +378,8 @@ class Monitor:
         silent_s = now - self._heard_at
         if silent_s > (_SILENCE_S if self._question else max(_SILENCE_S, self._limits.timeout_s)):
             print_stderr(status_table(self._question, [self.status()]))
-            reason = f"rank 0 does not answer: its store has been silent for {silent_s:.0f} s"
-            self._learn(Failure(reason, can_save=False, lost_rank_0=True))
+            reason = f"rank 0 ({self._describe_process(0)}): no answer, its store is silent for {silent_s:.0f} s"
+            self._learn(Failure(reason, can_save=False, silent_ranks=[0]))
         elif self._question and now - self._asked_at > _ANSWER_S + _SILENCE_S:
             self._learn(Failure(self._question, can_save=False))
 
@@ -338,6 +387,12 @@ class Monitor:
         """Record the failure, within a time limit, wait for a save in flight, and end this process."""
         if not self._can_leave:
             return
+        here = this_process()
+        for process in [self.processes[rank] for rank in failure.silent_ranks if self.processes]:
+            if process.is_near(here) and process != here:
+                with suppress(OSError):  # it has ended
+                    os.kill(process.pid, ENDS_SILENT_RANK)
+                    os.kill(process.pid, signal.SIGCONT)  # a suspended process gets it only now
 
         def record() -> None:
             dump_flight_record(self._folder, self.rank)
@@ -358,7 +413,7 @@ class Monitor:
             try:
                 self._exchange_news()
             except RuntimeError:
-                self._learn(Failure("lost rank 0, which hosted the store", can_save=False, lost_rank_0=True))
+                self._learn(Failure("lost rank 0, which hosted the store", can_save=False, silent_ranks=[0]))
                 return
             self._heard_at = time.monotonic()
             self._num_rounds += 1
@@ -371,8 +426,6 @@ class Monitor:
         Raises RuntimeError if the process that hosts the store has ended.
         """
         store = self._store
-        if self._num_rounds == 0:
-            store.set(f"monitor/process/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         if self._parent is not None and os.getppid() != self._parent and self._own_failure is None:
             print_stderr(f"error: rank {self.rank}: its launcher has died; this rank exits")
             self._own_failure = Failure(f"rank {self.rank}: its launcher has died")
@@ -409,27 +462,33 @@ class Monitor:
         """Gather the answers of all ranks, print the table, and publish the failure."""
         statuses: dict[int, RankStatus] = {}
         deadline = time.monotonic() + _ANSWER_S
-        while len(statuses) < len(self._ranks) and time.monotonic() < deadline:
-            for rank in self._ranks:
-                if rank not in statuses and self._store.check([key := f"monitor/status/{rank}"]):
-                    statuses[rank] = RankStatus(**json.loads(self._store.get(key)))
+        missing = self._ranks
+        while missing and time.monotonic() < deadline:
             time.sleep(0.1)
+            for rank in missing:
+                if self._store.check([key := f"monitor/status/{rank}"]):
+                    statuses[rank] = RankStatus(**json.loads(self._store.get(key)))
+            missing = [rank for rank in missing if rank not in statuses and not self._has_ended(rank)]
         if self._store.check([_FAILURE]):
             return  # an exception was the cause
         for rank in self._ranks:
             if rank not in statuses:
-                is_known = self._store.check([key := f"monitor/process/{rank}"])
-                process = self._store.get(key).decode() if is_known else "still starting"
-                statuses[rank] = RankStatus(rank, is_responding=False, process=process)
+                statuses[rank] = RankStatus(rank, is_responding=False, process=self._describe_process(rank))
         rows = [statuses[rank] for rank in self._ranks]
         if question.endswith(_LOST_CONNECTION) and all(row.is_responding for row in rows):
             self._publish(Failure(f"{question}, but all ranks answer: {self._cut_off_by}"))
             return
         print_stderr(status_table(question, rows))
         late = find_late(rows)
-        is_gone = any(not row.is_responding for row in late)
-        reason = describe_late(question, rows)
-        self._publish(Failure(reason, can_save=not is_gone and not any(row.phase == "save" for row in late)))
+        silent_ranks = [row.rank for row in late if not row.is_responding]
+        can_save = not silent_ranks and not any(row.phase == "save" for row in late)
+        self._publish(Failure(describe_late(question, rows), can_save=can_save, silent_ranks=silent_ranks))
+
+    def _has_ended(self, rank: int) -> bool:
+        return bool(self.processes) and self.processes[rank].has_ended()
+
+    def _describe_process(self, rank: int) -> str:
+        return str(self.processes[rank]) if self.processes else "still starting"
 
     def status(self) -> RankStatus:
         """Return this rank's status; called by `poll`."""

@@ -34,7 +34,7 @@ from trainer.distributed.environment import (
     raise_file_limit,
 )
 from trainer.distributed.exchange import register_group
-from trainer.distributed.monitor import Monitor
+from trainer.distributed.monitor import Monitor, this_process
 from trainer.errors import TrainingFailed, UserError, print_stderr, setting_error
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
@@ -98,6 +98,8 @@ class World(Channel):
         use_default_group = self.owns_group and self.device.type == "cpu"
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, use_default_group)
         self._split_meshes: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
+        if self.owns_group:
+            self.monitor.processes = self.gather(this_process())
 
     def _open_group(self, config: RunConfig, problem: str) -> Monitor:
         """Open the default process group.  Returns the Monitor, which watches over the ranks from here on.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import RunConfig
-from trainer.distributed.environment import LAUNCHER_PID_VARIABLE, NPROC_VARIABLE, Environment
+from trainer.distributed.environment import ENDS_SILENT_RANK, LAUNCHER_PID_VARIABLE, NPROC_VARIABLE, Environment
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import read_status, record_end
 from trainer.metrics.record import last_step
@@ -107,14 +107,15 @@ def describe_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str:
         `subprocess`.
     """
     first_death = min((failure.timestamp for failure in failures.values()), default=0)
-    # Later deaths do not count: the launcher kills ranks that do not exit, with SIGTERM first.
+    # Later deaths do not count: the launcher kills ranks that do not exit, with SIGTERM first.  Nor do those of ranks
+    # that other ranks have ended because they did not answer.
     killed = {
         rank: failure
         for rank, failure in sorted(failures.items())
-        if failure.exitcode < 0 and failure.timestamp <= first_death + 1
+        if failure.exitcode < 0 and failure.exitcode != -ENDS_SILENT_RANK and failure.timestamp <= first_death + 1
     }
     by_others = {rank: failure for rank, failure in killed.items() if failure.exitcode != -signal.SIGTERM}
-    if not by_others and len(killed) < len(failures):
+    if not killed or (not by_others and len(killed) < len(failures)):
         return ""
     reported = list((by_others or killed).items())
     messages = [_describe_death(rank, failure) for rank, failure in reported[:_MAX_NAMED]]

@@ -108,19 +108,20 @@ class Run:
     def end(self, state: str, exit_code: int, reason: str) -> None:
         """End the run, once: whoever calls this first, on any thread, says how it has ended.  Not collective.
 
+        Another thread waits until the first is done.
+
         state: `finished`, `stopped` or `failed`.
         """
         with self._lock:
             phase, self.phase = self.phase, "ended"
-        if phase == "ended":
-            return
-        stop.is_ending = True
-        if phase == "running" or state == "failed":
-            self._write_end(state, exit_code, reason)
-        failure = self._monitor.failure
-        if phase == "running" and failure is not None and failure.lost_rank_0 and self._world.rank == 1:
-            record_end(self._folder.path, read_status(self._folder.path), self._state.step, failure.reason)
-        self._release()
+            if phase == "ended":
+                return
+            stop.is_ending = True
+            if phase == "running" or state == "failed":
+                self._write_end(state, exit_code, reason)
+            if phase == "running" and self._stands_in_for_rank_0():
+                record_end(self._folder.path, read_status(self._folder.path), self._state.step, reason)
+            self._release()
 
     def _write_end(self, state: str, exit_code: int, reason: str) -> None:
         step = self._state.step
@@ -140,6 +141,14 @@ class Run:
                 if problem := run_end_command(command, facts):
                     self._metrics.print(problem, "yellow")
         self._metrics.close()
+
+    def _stands_in_for_rank_0(self) -> bool:
+        """Return whether rank 0 is gone, and this is the first of the ranks that are left."""
+        failure = self._monitor.failure
+        if failure is None or 0 not in failure.silent_ranks:
+            return False
+        left = [rank for rank in range(self._world.size) if rank not in failure.silent_ranks]
+        return self._world.rank in left[:1]
 
     def _release(self) -> None:
         if self._record_leaving in stop.on_exit:
