@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.cases import in_campaign
-from tests.helpers.faults import Fault
+from tests.helpers.faults import Fault, processes_of
 from tests.helpers.gate import wait_until
 from tests.helpers.launch import Run, merged, run, start
 
@@ -91,6 +94,53 @@ def test_rank_that_is_gone_without_a_word_ends_the_others(tmp_path: Path) -> Non
     assert ran.codes == [1, -9], ran.err
     assert "rank 1 " in ran.status["reason"]
     assert ran.status["state"] == "failed"
+
+
+def test_second_interrupt_ends_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    """Rank 0 is in a collective, where no handler of Python's runs."""
+    fault = Fault(tmp_path / "notes", {"forward 3 of rank 1": "hang"})
+    stuck = start(tmp_path / "run", *merged(RUN, ["nproc=2"]), variables=fault.variables)
+    wait_until(lambda: 2 in stuck.train("step") or not stuck.is_running, f"step 2: {stuck.err}")
+    time.sleep(1.0)
+    stuck.signal(signal.SIGINT)
+    wait_until(lambda: "Ctrl-C" in stuck.err or not stuck.is_running, "the answer to the first")
+    asked_at = time.monotonic()
+    stuck.signal(signal.SIGINT)
+    assert stuck.wait(together=False).codes == [1, 1], stuck.err
+    assert time.monotonic() - asked_at < 3.0
+    assert "Traceback" not in stuck.err
+    assert (stuck.status["state"], stuck.status["exit_code"]) == ("failed", 1)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("rank", [0, 1])
+def test_suspended_rank_is_named_and_ended(rank: int, tmp_path: Path) -> None:
+    """By the other ranks: its launcher would wait for it for half a minute."""
+    fault = Fault(tmp_path / "notes", {f"forward 3{' of rank 1' * rank}": "SIGSTOP"})
+    own = merged(RUN, [*LIMITS, "nproc=2", "train.steps=1000000"])
+    begun_at = time.monotonic()
+    ran = run(tmp_path / "run", *own, fresh=True, code=1, variables=fault.variables)
+    pid = (tmp_path / "notes" / f"pid.{rank}").read_text()
+    assert ran.status["reason"].startswith(f"rank {rank} (process {pid} on {socket.gethostname()}): no answer"), ran.err
+    assert (ran.status["state"], ran.status["exit_code"]) == ("failed", 1)
+    assert time.monotonic() - begun_at < 60
+    assert processes_of(tmp_path / "run") == []
+
+
+@pytest.mark.campaign
+def test_ranks_that_are_suspended_together_go_on(tmp_path: Path) -> None:
+    """For longer than any limit, as Slurm does it."""
+    alone = run(tmp_path / "alone", *merged(RUN, ["nproc=2", "train.steps=200"]))
+    fault = Fault(tmp_path / "notes", {f"step {step}": "sleep 0.1" for step in range(1, 200)})
+    own = merged(RUN, ["run.step_timeout_s=8", "run.first_step_timeout_s=16", "nproc=2", "train.steps=200"])
+    ran = start(tmp_path / "run", *own, variables=fault.variables)
+    wait_until(lambda: 3 in ran.train("step") or not ran.is_running, f"step 3: {ran.err}")
+    ran.signal(signal.SIGSTOP)
+    time.sleep(20.0)
+    ran.signal(signal.SIGCONT)
+    assert ran.wait().code == 0, ran.err
+    assert "rank" not in ran.err
+    assert ran.train("loss") == alone.train("loss")
 
 
 @pytest.mark.campaign

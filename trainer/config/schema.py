@@ -65,7 +65,12 @@ class RunSection:
         "make results bit-identical on GPUs too, with slower kernels that sum in a fixed order",
     )
     threads: int = declare(0, "CPU threads per rank; 0: divide this process's cores evenly", at_least=0, at_most=1024)
-    timeout_s: float = declare(600.0, "timeout of a collective, in seconds", above=0, at_most=WEEK_S)
+    timeout_s: float = declare(
+        600.0,
+        "seconds in which all ranks must join; the timeout of collectives, unless first_step_timeout_s is longer",
+        above=0,
+        at_most=WEEK_S,
+    )
     step_timeout_s: float = declare(
         0.0,
         "seconds without progress in a step after which the run ends and names the stuck rank; 0: timeout_s / 2",
