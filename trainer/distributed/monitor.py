@@ -22,7 +22,6 @@ If the process group was initialized by the caller, there is no store: each rank
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
@@ -191,9 +190,6 @@ class Monitor:
         ]
         for thread in self._threads:
             thread.start()
-        # A script may end without `Trainer.close`.  If the interpreter is finalized while a thread is inside the store,
-        # Python ends the thread with pthread_exit, and unwinding torch's C++ frames aborts the process.
-        atexit.register(self.close)
         if self._can_leave:
             stop.find_failure = self._find_failure
             stop.on_exit.append(self._announce_stop)
@@ -251,7 +247,7 @@ class Monitor:
 
     def end_save(self) -> None:
         """Record that the background save has ended."""
-        self._saving_since = None
+        self._saving_since, self._save_stage = None, str
 
     def begin_forward(self) -> None:
         """Record a forward pass, which restarts the current limit: in an evaluation, each pass counts as progress."""
@@ -300,7 +296,6 @@ class Monitor:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=_GRACE_S)
-        atexit.unregister(self.close)
         if stop.find_failure == self._find_failure:
             stop.find_failure = lambda: None
         if self._announce_stop in stop.on_exit:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -94,6 +95,10 @@ class World(Channel):
             self.monitor = self._open_group(config, problem)
         else:
             self.monitor = Monitor(None, self.env.rank, self.env.world_size, config)
+        # A Trainer may be forgotten without `close`, or a script may end.  If the interpreter is finalized while a
+        # thread is inside the store, Python ends the thread with pthread_exit, and unwinding torch's C++ frames aborts
+        # the process.
+        weakref.finalize(self, self.monitor.close)
         # On a CPU the default group is a gloo group, and only the main thread uses it.
         use_default_group = self.owns_group and self.device.type == "cpu"
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, use_default_group)

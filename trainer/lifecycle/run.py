@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,7 +62,15 @@ class Run:
         self.failure: Failure | None = None
         """The first failure of any rank, if this run has failed."""
         self._lock = threading.Lock()
-        stop.on_exit.append(self._record_leaving)
+        record_leaving = weakref.WeakMethod(self._record_leaving)
+
+        def record_leaving_unless_forgotten(exit_code: int, reason: str) -> None:
+            if (record := record_leaving()) is not None:
+                record(exit_code, reason)
+
+        self._on_exit = record_leaving_unless_forgotten
+        """Records the end if this process leaves.  It does not keep a Trainer alive that was forgotten."""
+        stop.on_exit.append(self._on_exit)
 
     @property
     def is_running(self) -> bool:
@@ -151,8 +160,8 @@ class Run:
         return self._world.rank in left[:1]
 
     def _release(self) -> None:
-        if self._record_leaving in stop.on_exit:
-            stop.on_exit.remove(self._record_leaving)
+        if self._on_exit in stop.on_exit:
+            stop.on_exit.remove(self._on_exit)
         stop.watch_nothing()
         disable_slices()
         self._folder.release()
