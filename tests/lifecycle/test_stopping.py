@@ -311,13 +311,9 @@ def test_closed_terminal_has_no_effect_under_nohup(nproc: int, tmp_path: Path) -
     assert ran.wait().code == 75
 
 
-@pytest.mark.parametrize("reader", ["true", pytest.param("sleep 600", marks=pytest.mark.campaign)])
-def test_output_without_a_reader_does_not_stop_a_run(reader: str, tmp_path: Path) -> None:
-    """It goes away, or stays and does not read: the console can neither stop nor delay a run."""
+def test_output_whose_reader_is_gone_does_not_stop_a_run(tmp_path: Path) -> None:
     line = " ".join(words_of(tmp_path / "run", "train.steps=20"))
-    if reader != "true":
-        line = f"(head -c 65536 /dev/zero; {line})"  # from the first byte on, the pipe is full
-    ran = launch(["sh", "-c", f"{line} | {reader}"], tmp_path / "run")
+    ran = launch(["sh", "-c", f"{line} | true"], tmp_path / "run")
     status = tmp_path / "run" / "status.json"
     wait_until(lambda: status.exists() and ran.status["state"] != "running", "the end of the run")
     ran.kill()
