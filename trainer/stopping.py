@@ -176,11 +176,14 @@ class Stop:
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
-    def leave(self, exit_code: int, reason: str, message: str = "") -> NoReturn:
+    def leave(
+        self, exit_code: int, reason: str, message: str = "", before_exit: Callable[[], None] = lambda: None
+    ) -> NoReturn:
         """End this process from any thread, whatever the main thread is doing.
 
         reason: for `on_exit`, such as the name of a signal.
         message: a line to print.
+        before_exit: called last; it must return.
         """
         self._leaving.acquire()  # never released: a second thread that leaves waits here for the end
         cleanup = threading.Thread(target=self._clean_up, args=[exit_code, reason], daemon=True)
@@ -192,6 +195,7 @@ class Stop:
         if message:
             _write(2, f"{message}\n", _CLEAR_LINE)
         _write(1, "", _SHOW_CURSOR)
+        before_exit()
         os._exit(exit_code)
 
     def _clean_up(self, exit_code: int, reason: str) -> None:

@@ -325,7 +325,7 @@ class Trainer:
         *sums, num_asked, num_written, num_overdue, num_time = self.world.sum(
             [*amounts, is_asked_to_stop, *self.saver.votes()]
         )
-        self.saver.hear(num_written, num_overdue, num_time)
+        self.saver.take_votes(num_written, num_overdue, num_time)
         if num_asked and not self.stopping:
             self.stopping = True
             stop.acknowledge()

@@ -70,8 +70,9 @@ def start(host: str, rank: int, folder: Path, arguments: list[str]) -> Run:
         "GLOO_SOCKET_IFNAME": "e0",
         "OMP_NUM_THREADS": "1",
     }
-    command = ["ip", "netns", "exec", host, *PYTHON_MODULE, "trainer.run", "recipe=llama_small", *arguments]
-    return launch([*command, f"run.dir={folder}"], folder, variables)
+    words = [*PYTHON_MODULE, "trainer.run", "recipe=llama_small", *arguments, f"run.dir={folder}"]
+    as_host = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
+    return launch(["ip", "netns", "exec", host, *as_host, *words], folder, variables)
 
 
 def test_the_cable_is_cut(hosts: list[str], tmp_path: Path) -> None:

@@ -96,17 +96,18 @@ def test_rank_that_is_gone_without_a_word_ends_the_others(tmp_path: Path) -> Non
     assert ran.status["state"] == "failed"
 
 
-def test_second_interrupt_ends_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
-    """Rank 0 is in a collective, where no handler of Python's runs."""
+@pytest.mark.parametrize("by_launcher", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_second_interrupt_ends_ranks_that_wait_for_each_other(by_launcher: bool, tmp_path: Path) -> None:
+    """Rank 0 is in a collective, where no handler of Python's runs; a launcher passes on both."""
     fault = Fault(tmp_path / "notes", {"forward 3 of rank 1": "hang"})
-    stuck = start(tmp_path / "run", *merged(RUN, ["nproc=2"]), variables=fault.variables)
+    stuck = start(tmp_path / "run", *merged(RUN, ["nproc=2"]), fresh=by_launcher, variables=fault.variables)
     wait_until(lambda: 2 in stuck.train("step") or not stuck.is_running, f"step 2: {stuck.err}")
     time.sleep(1.0)
     stuck.signal(signal.SIGINT)
     wait_until(lambda: "Ctrl-C" in stuck.err or not stuck.is_running, "the answer to the first")
     asked_at = time.monotonic()
     stuck.signal(signal.SIGINT)
-    assert stuck.wait(together=False).codes == [1, 1], stuck.err
+    assert set(stuck.wait(together=False).codes) == {1}, stuck.err
     assert time.monotonic() - asked_at < 3.0
     assert "Traceback" not in stuck.err
     assert (stuck.status["state"], stuck.status["exit_code"]) == ("failed", 1)

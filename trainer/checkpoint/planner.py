@@ -40,7 +40,7 @@ from trainer.checkpoint.snapshot import Snapshot, keys_differing_between_ranks
 # Saving
 
 SAVE_THREAD = "checkpoint"
-"""Name of the background thread of a save; the watchdog shows what it is doing."""
+"""Name of the background thread of a save; the Monitor shows what it is doing."""
 
 
 @dataclass

@@ -44,8 +44,9 @@ class Saver:
     Methods are collective unless documented otherwise; properties are not.
 
     With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce carries this rank's `votes`,
-    and `hear` gets those of all ranks: whether the save has ended on every rank, so that `take_finished_save` does not
-    wait for the storage unless the save is overdue, and whether it is time for the next save by rank 0's clock.
+    and `take_votes` gets those of all ranks: whether the save has ended on every rank, so that `take_finished_save`
+    does not wait for the storage unless the save is overdue, and whether it is time for the next save by rank 0's
+    clock.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Saver:
             )
         self.schedule = SaveSchedule(policy)
         self._is_written = self._is_overdue = self._is_time = False
-        """What the last all-reduce said; see `hear`."""
+        """What the last all-reduce said; see `take_votes`."""
         self._started_key: tuple[object, ...] | None = None
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
@@ -95,7 +96,7 @@ class Saver:
         is_time = self._world.is_main and self.schedule.is_time()
         return [self._checkpoints.is_written, self._checkpoints.is_overdue, is_time]
 
-    def hear(self, num_written: float, num_overdue: float, num_time: float) -> None:
+    def take_votes(self, num_written: float, num_overdue: float, num_time: float) -> None:
         """Record how many ranks have voted yes on each of `votes`.  Not collective."""
         self._is_written, self._is_overdue = num_written == self._world.size, num_overdue > 0
         self._is_time = num_time > 0
@@ -204,11 +205,6 @@ class Saver:
     def record_loaded(self, state: TrainState, is_own: bool) -> None:
         """Record that a checkpoint was loaded; if it is this run's own, it need not be saved again.  Not collective."""
         self._saved_key = self._state_key(state) if is_own else None
-
-    @property
-    def storage(self) -> str:
-        """The folder or URL of the checkpoints."""
-        return str(self._checkpoints.storage)
 
     @property
     def expected_save_s(self) -> float:

@@ -111,7 +111,7 @@ class Checkpoints:
         higher_is_better: whether higher values of `metric` are better.
         """
         self.world, self.run_info, self._section = world, run_info, section
-        self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
+        self._timeout_s = 1.2 * section.timeout_s + 30.0  # the Monitor, if it may, ends the run first
         self.in_flight: Future[SaveResult] | None = None
         """The save that has been started, until `take_result` returns its result."""
         self.storage = storage

@@ -28,7 +28,7 @@ NPROC_VARIABLE = "MESHTRAINER_NPROC"
 """Environment variable set in the workers that `nproc=N` starts: the parent has printed the start-up notes for them."""
 
 START_TIME = "MESHTRAINER_STARTED"
-"""Environment variable with the command's start time, as `metrics.record.uptime` returns it."""
+"""Environment variable with the command's start time, in seconds since the epoch."""
 
 LAUNCHER_PID_VARIABLE = "MESHTRAINER_LAUNCHER"
 """Environment variable with the launcher's PID, set in the workers that `nproc=N` starts."""

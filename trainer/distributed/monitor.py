@@ -65,10 +65,10 @@ _ANSWER_S = 5.0
 """Longest time that a rank that asks waits for the answers of the others, in seconds."""
 _SILENCE_S = 10.0
 """Seconds without an answer of the store after which its host counts as gone, if this rank has a question."""
-_GRACE_S, _RECORD_S, _SAVE_S = 3.0, 5.0, 60.0
-"""How long this rank waits once it knows of a failure, in seconds: for its main thread to end by itself, then for the
-failure to be recorded, then for a save in flight.  Ranks other than 0 wait `_GRACE_S` more if rank 0 is alive, because
-their exit makes a launcher end rank 0, which records and prints."""
+_GRACE_S, _SAVE_S = 3.0, 60.0
+"""How long this rank waits once it knows of a failure, in seconds: for its main thread to end by itself, later for
+ranks that did not answer, and at the end for a save in flight.  Ranks other than 0 wait `_GRACE_S` more if rank 0 is
+alive, because their exit makes a launcher end rank 0, which records and prints."""
 _SUSPENDED_S = 5.0
 """If two rounds are more than this many seconds apart, the process is assumed to have been suspended."""
 
@@ -158,8 +158,6 @@ class Monitor:
         self._profiles, self._parent = config.log.profiles, parent
         self.observers: list[Callable[[str], None]] = []
         """Functions that are called with each phase that this rank enters, by the thread that enters it."""
-        self.on_failure: Callable[[Failure], None] = lambda failure: None
-        """Records a failure, before this rank ends because of it; called in a thread of its own."""
         self.failure: Failure | None = None
         """The first failure of any rank, once this rank knows of it."""
         self.processes: Sequence[Process] = ()
@@ -180,7 +178,8 @@ class Monitor:
         """Why the ranks are asked, once this rank wants to ask or was asked."""
         self._has_asked = self._has_replied = False
         self._cut_off_by = ""
-        """The error of a collective of this rank, which its main thread has left; empty if none has failed."""
+        self._cut_off_at: FrameType | None = None
+        """The error of a collective of this rank, and its innermost frame; empty and None if none has failed."""
         self._asked_at = self._failed_at = 0.0
         self._heard_at, self._num_rounds = time.monotonic(), 0
         self._wake, self._learned, self._stopped = threading.Event(), threading.Event(), threading.Event()
@@ -192,7 +191,7 @@ class Monitor:
             thread.start()
         if self._can_leave:
             stop.find_failure = self._find_failure
-            stop.on_exit.append(self._announce_stop)
+            stop.on_exit.append(self._on_leaving)
 
     # -- called by the training thread ---------------------------------------------------------------------------
 
@@ -270,12 +269,13 @@ class Monitor:
         if self.failure is None:
             is_lost = _is_lost_connection(error)
             if is_lost or _is_timeout(error):
-                self._cut_off_by = str(error).partition("\n")[0]
+                self._cut_off_by, self._cut_off_at = str(error).partition("\n")[0], _innermost_frame(error)
                 self._ask(f"rank {self.rank} {_LOST_CONNECTION if is_lost else 'has waited too long in a collective'}")
             else:
                 self._own_failure = own
             self._wake.set()
             self._learned.wait(_ANSWER_S + 2 * _TICK_S + _GRACE_S)
+        self._cut_off_at = None
         self.close()  # the caller ends this rank
         return self.failure or own
 
@@ -298,8 +298,8 @@ class Monitor:
                 thread.join(timeout=_GRACE_S)
         if stop.find_failure == self._find_failure:
             stop.find_failure = lambda: None
-        if self._announce_stop in stop.on_exit:
-            stop.on_exit.remove(self._announce_stop)
+        if self._on_leaving in stop.on_exit:
+            stop.on_exit.remove(self._on_leaving)
 
     # -- when a signal arrives -----------------------------------------------------------------------------------
 
@@ -308,6 +308,8 @@ class Monitor:
 
         Called by the thread `signals`.  Looks for news, and waits for the answer to a question.
         """
+        if any(process.has_ended() for process in self.processes):
+            self._ask("a rank has ended without a word")
         next_round = self._num_rounds + 2  # the round that is under way may have missed it
         deadline = time.monotonic() + _ANSWER_S + 1.0
         while self.failure is None and time.monotonic() < deadline:
@@ -318,9 +320,11 @@ class Monitor:
             time.sleep(0.02)
         return None if self.failure is None else (self.failure.exit_code, self.failure.reason)
 
-    def _announce_stop(self, exit_code: int, reason: str) -> None:
-        """Let the other ranks leave as well, because this one was asked to stop and has nothing to save."""
-        if self.failure is None and exit_code == EXIT_STOPPED:
+    def _on_leaving(self, exit_code: int, reason: str) -> None:
+        """One of `stop.on_exit`: if this rank was asked to stop and has nothing to save, the others leave as well."""
+        if exit_code != EXIT_STOPPED:
+            dump_flight_record(self._folder, self.rank)
+        elif self.failure is None:
             self._own_failure = Failure(reason, EXIT_STOPPED)
             self._wake.set()
             self._learned.wait(1.0)
@@ -372,34 +376,40 @@ class Monitor:
         """Record a failure if the store, or the rank that asks, has not answered for too long."""
         silent_s = now - self._heard_at
         if silent_s > (_SILENCE_S if self._question else max(_SILENCE_S, self._limits.timeout_s)):
-            print_stderr(status_table(self._question, [self.status()]))
             reason = f"rank 0 ({self._describe_process(0)}): no answer, its store is silent for {silent_s:.0f} s"
+            print_stderr(f"error: {reason}\n{status_table(self._question, [self.status()])}")
             self._learn(Failure(reason, can_save=False, silent_ranks=[0]))
         elif self._question and now - self._asked_at > _ANSWER_S + _SILENCE_S:
             self._learn(Failure(self._question, can_save=False))
 
     def _leave(self, failure: Failure) -> None:
-        """Record the failure, within a time limit, wait for a save in flight, and end this process."""
+        """Record the failure, wait for a save in flight, and end this process."""
         if not self._can_leave:
             return
+        self._end_silent_ranks(failure.silent_ranks)  # before another rank records the failure in the place of rank 0
+
+        def wait_for_save() -> None:
+            deadline = time.monotonic() + _SAVE_S
+            while failure.can_save and _saving_frame() is not None and time.monotonic() < deadline:
+                time.sleep(0.1)
+
+        stop.leave(failure.exit_code, failure.reason, before_exit=wait_for_save)
+
+    def _end_silent_ranks(self, silent_ranks: Sequence[int]) -> None:
+        """End those of the ranks that run on this machine, unless they end by themselves within a few seconds."""
         here = this_process()
-        for process in [self.processes[rank] for rank in failure.silent_ranks if self.processes]:
-            if process.is_near(here) and process != here:
-                with suppress(OSError):  # it has ended
-                    os.kill(process.pid, ENDS_SILENT_RANK)
-                    os.kill(process.pid, signal.SIGCONT)  # a suspended process gets it only now
-
-        def record() -> None:
-            dump_flight_record(self._folder, self.rank)
-            self.on_failure(failure)
-
-        thread = threading.Thread(target=record, name="record-failure", daemon=True)
-        thread.start()
-        thread.join(_RECORD_S)
-        deadline = time.monotonic() + _SAVE_S
-        while failure.can_save and _saving_frame() is not None and time.monotonic() < deadline:
+        processes = [self.processes[rank] for rank in silent_ranks if self.processes]
+        near = [process for process in processes if process.is_near(here) and process != here]
+        deadline = time.monotonic() + _GRACE_S
+        while near and time.monotonic() < deadline:
             time.sleep(0.1)
-        stop.leave(failure.exit_code, failure.reason)
+            near = [process for process in near if not process.has_ended()]
+        for process in near:
+            with suppress(OSError):  # it has just ended
+                os.kill(process.pid, ENDS_SILENT_RANK)
+                os.kill(process.pid, signal.SIGCONT)  # a suspended process gets the first signal only now
+        if near:
+            time.sleep(0.5)  # until the kernel has released its lock on the run folder
 
     # -- the thread `poll` ---------------------------------------------------------------------------------------
 
@@ -421,9 +431,13 @@ class Monitor:
         Raises RuntimeError if the process that hosts the store has ended.
         """
         store = self._store
-        if self._parent is not None and os.getppid() != self._parent and self._own_failure is None:
+        if self._parent is not None and os.getppid() != self._parent and self.failure is None:
             print_stderr(f"error: rank {self.rank}: its launcher has died; this rank exits")
             self._own_failure = Failure(f"rank {self.rank}: its launcher has died")
+            self._learn(self._own_failure)
+            if len({process.host for process in self.processes}) == 1:
+                return  # the others know, and the store is gone if the launcher hosted it
+            self._publish(self._own_failure)
         if self._own_failure is not None and self.failure is None:
             self._publish(self._own_failure)
         if self._question and not self._has_asked:
@@ -488,8 +502,9 @@ class Monitor:
     def status(self) -> RankStatus:
         """Return this rank's status; called by `poll`."""
         phase, since = self.phase, self.since
-        main_frame, saving_frame = sys._current_frames().get(self._main_thread), _saving_frame()
-        stack, is_waiting = stack_lines(main_frame), bool(self._cut_off_by) or is_in_a_collective(main_frame)
+        main_frame = self._cut_off_at or sys._current_frames().get(self._main_thread)
+        saving_frame = _saving_frame()
+        stack, is_waiting = stack_lines(main_frame), is_in_a_collective(main_frame)
         progress = progress_of(read_flight_record())
         if waits_for_device(main_frame):
             phase, is_waiting = "device", True  # the host may be in the next step already
@@ -538,10 +553,14 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 def _is_timeout(error: BaseException) -> bool:
     """Return whether an error reports that a collective has timed out."""
+    return is_in_a_collective(_innermost_frame(error)) and _TIMED_OUT.search(str(error)) is not None
+
+
+def _innermost_frame(error: BaseException) -> FrameType | None:
     frame, trace = None, error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
-    return is_in_a_collective(frame) and _TIMED_OUT.search(str(error)) is not None
+    return frame
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The life of a run: its folder and owner, how it resumes, stops, fails and ends, and its self-checks and watchdog."""
+"""The life of a run: its folder and owner, the checks before its first step, how it resumes, stops, fails and ends."""

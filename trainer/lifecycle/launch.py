@@ -5,18 +5,20 @@ Also gives a dry run, which stops before the first step, a temporary run folder 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import RunConfig
 from trainer.distributed.environment import ENDS_SILENT_RANK, LAUNCHER_PID_VARIABLE, NPROC_VARIABLE, Environment
@@ -51,12 +53,19 @@ def spawn(nproc: int, arguments: Sequence[str], config: RunConfig) -> int:
     launch = _launch_config(nproc)
     initial_status = read_status(config.run_dir)
 
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
+    num_interrupts = 0
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal num_interrupts
+        num_interrupts += number == signal.SIGINT
+        if num_interrupts > 1:
+            _quit_children()
+        else:
+            raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
     try:
-        # From here on, this process must outlive its workers, which may be saving.  These handlers are in place until
-        # the launcher installs its own, in `elastic_launch`.
+        # From here on, this process must outlive its workers, which may be saving.  In `elastic_launch` the launcher
+        # replaces these handlers, except that of Ctrl-C.
         for number in _heeded_signals():
             signal.signal(number, interrupt)
         stop.uninstall()
@@ -65,6 +74,7 @@ def spawn(nproc: int, arguments: Sequence[str], config: RunConfig) -> int:
         codes = {failure.exitcode for failure in error.failures.values()}
         if deaths := describe_killed_ranks(error.failures):
             _report_end(config, initial_status, deaths)
+            return EXIT_FAILED
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
         # The launcher only knows that its workers have exited; how the run ended is in status.json.
@@ -91,8 +101,18 @@ def _launch_config(nproc: int) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
         # An unhandled SIGUSR1 would kill the launcher and orphan the ranks.  Signals that nohup ignores stay ignored.
-        signals_to_handle=",".join(number.name for number in _heeded_signals()),
+        signals_to_handle=",".join(number.name for number in _heeded_signals() if number != signal.SIGINT),
     )
+
+
+def _quit_children() -> None:
+    """Interrupt each child twice, so that it quits without saving.  The first time, the launcher may send SIGTERM."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if path.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                os.kill(int(path.parent.name), signal.SIGINT)
+                time.sleep(0.05)  # or both would count as one
+                os.kill(int(path.parent.name), signal.SIGINT)
 
 
 def _heeded_signals() -> list[signal.Signals]:

@@ -45,20 +45,21 @@ that exists when the run begins is then for this attempt."""
 
 
 class Run:
-    """The run of a Trainer in this process: its phase, and how it ends.
+    """The run of a Trainer in this process: its state, and how it ends.
 
-    phase: `built`, `running` from `begin` on, or `ended`.
+    state: `built`, `running` from `begin` on, or `ended`.
     """
 
     def __init__(self, trainer: Trainer, start_time: float) -> None:
         """start_time: when the Trainer was created, by `time.monotonic`."""
         self._config, self._world, self._state = trainer.config, trainer.world, trainer.state
         self._folder, self._metrics, self._saver = trainer.folder, trainer.metrics, trainer.saver
+        self._resume = trainer.resume
         self._step_metrics, self._stop_criterion = trainer.step_metrics, trainer.stop_criterion
         self._monitor, self._forecast, self._loader = trainer.world.monitor, trainer.forecast, trainer.loader
         self._start_time = start_time
         self._earlier_error = sys.exc_info()[1]  # an exception that the caller was already handling
-        self.phase: Literal["built", "running", "ended"] = "built"
+        self.state: Literal["built", "running", "ended"] = "built"
         self.failure: Failure | None = None
         """The first failure of any rank, if this run has failed."""
         self._lock = threading.Lock()
@@ -74,11 +75,11 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        return self.phase == "running"
+        return self.state == "running"
 
     def check_may_begin(self) -> None:
         """Raise UserError if this run has ended, because only a new Trainer can resume it."""
-        if self.phase == "ended":
+        if self.state == "ended":
             raise UserError("this Trainer's run has ended: create a new Trainer, which continues from there")
 
     def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
@@ -93,7 +94,7 @@ class Run:
         resumed_step = record["resumed_step"] or 0
         for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
             self._world.agreed(partial(self._folder.run_reporting_errors, work))
-        self.phase, stop.is_ending = "running", False
+        self.state, stop.is_ending = "running", False
         if self._world.is_main:
             notice = self._folder.path / NOTICE
             if os.environ.get(CLEARED_NOTICE) != os.path.abspath(self._folder.path):
@@ -122,13 +123,13 @@ class Run:
         state: `finished`, `stopped` or `failed`.
         """
         with self._lock:
-            phase, self.phase = self.phase, "ended"
-            if phase == "ended":
+            previous, self.state = self.state, "ended"
+            if previous == "ended":
                 return
             stop.is_ending = True
-            if phase == "running" or state == "failed":
+            if previous == "running" or state == "failed":
                 self._write_end(state, exit_code, reason)
-            if phase == "running" and self._stands_in_for_rank_0():
+            if previous == "running" and self._stands_in_for_rank_0():
                 record_end(self._folder.path, read_status(self._folder.path), self._state.step, reason)
             self._release()
 
@@ -173,7 +174,7 @@ class Run:
         """End the run as finished.  Returns the exit code.  Not collective."""
         best = self._saver.best if self._world.is_main else None
         seconds = time.monotonic() - self._start_time
-        lines = closing_summary(self._config, self._metrics, self._stop_criterion, best, seconds)
+        lines = closing_summary(self._config, self._metrics, self._stop_criterion, best, self._resume.step, seconds)
         if self._world.is_main:
             lines += self._stop_criterion.closing_lines(self._folder.path)
         for line in lines:
@@ -255,7 +256,7 @@ class Run:
 
     def write_nothing(self) -> None:
         """Never write anything to the run folder, because this process only evaluates."""
-        self.phase = "ended"
+        self.state = "ended"
 
     def close(self) -> None:
         """End the run if it is still running, and close the process group if this run opened it.  Collective.
@@ -264,7 +265,7 @@ class Run:
         """
         error = sys.exc_info()[1]
         if error is not None and error is not self._earlier_error:
-            if self.phase != "ended":
+            if self.state != "ended":
                 self.fail(error)
             self._release()
             if self._world.size == 1:

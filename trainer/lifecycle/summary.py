@@ -334,12 +334,18 @@ def start_record(trainer: Trainer) -> Mapping[str, Any]:
 
 
 def closing_summary(
-    config: RunConfig, metrics: Metrics, stop_criterion: StopCriterion, best: tuple[float, int] | None, seconds: float
+    config: RunConfig,
+    metrics: Metrics,
+    stop_criterion: StopCriterion,
+    best: tuple[float, int] | None,
+    resumed_step: int | None,
+    seconds: float,
 ) -> list[str]:
     """Return the lines of a finished run's closing block: duration, losses, files and next commands.
 
     best: metric and step of the best checkpoint.
-    seconds: the run's duration.
+    resumed_step: the step of the checkpoint that this attempt has loaded, if any.
+    seconds: the duration of this attempt.
 
     The result is empty without a train record, as on all ranks except rank 0.
     """
@@ -347,7 +353,8 @@ def closing_summary(
     if last_train is None:
         return []
     held_out = "" if last_eval is None else f", {last_eval.loss:.4f} on held-out data"
-    lines = [f"finished {last_train.step} steps in {readable_duration(seconds)}: loss {last_train.loss:.4f}{held_out}"]
+    steps = f"{last_train.step} steps" + (f", {last_train.step - resumed_step} of them" if resumed_step else "")
+    lines = [f"finished {steps} in {readable_duration(seconds)}: loss {last_train.loss:.4f}{held_out}"]
     if last_train.step < config.train.steps:
         lines.append(f"  earlier than train.steps={config.train.steps}: {stop_criterion.reason(last_train.step)}")
     if best is not None:

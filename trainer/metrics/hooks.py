@@ -238,14 +238,12 @@ class Samples(Hook):
 
 
 class CollectGarbage(Hook):
-    """Collects garbage at the same steps on all ranks, since a collection on one rank delays all others.
+    """Collects garbage at the same steps on all ranks, since a collection on one rank delays all others."""
 
-    every: steps between collections of the two younger generations.
-    full_every: steps between collections of all generations.
-    """
+    EVERY, FULL_EVERY = 100, 1000
+    """Steps between collections of the two younger generations, and of all generations."""
 
-    def __init__(self, every: int = 100, full_every: int = 1000) -> None:
-        self.every, self.full_every = every, full_every
+    def __init__(self) -> None:
         self._is_active = False
 
     def begin_step(self, step: int) -> None:
@@ -255,9 +253,9 @@ class CollectGarbage(Hook):
             gc.disable()
 
     def end_step(self, step: int, update: Update) -> None:
-        if step % self.full_every == 0:
+        if step % self.FULL_EVERY == 0:
             gc.collect()
-        elif step % self.every == 0:
+        elif step % self.EVERY == 0:
             gc.collect(1)
 
     def close(self, has_failed: bool) -> None:
