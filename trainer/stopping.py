@@ -35,7 +35,8 @@ srun started, such as torchrun's agents, and not the ranks that those processes 
 SECOND_INTERRUPT = "a second Ctrl-C"
 """The reason why a run has failed that was interrupted again while it was stopping."""
 
-_STOPPING = "Stopping: finishing this step and saving. Press Ctrl-C again to quit immediately without saving."
+_STOPPING = "Stopping: finishing this step and saving."
+_QUITTING = "Press Ctrl-C again to quit immediately without saving."
 
 _POLL_S = 1.0
 """Seconds between checks for the notice file.  On a network file system each check is a round trip."""
@@ -140,6 +141,8 @@ class Stop:
         If the thread is about to end this process, the main thread waits for that: it must begin nothing new.
         """
         self.name = self.name or signal.Signals(number).name
+        if signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False) != self._write_end:
+            os.write(self._write_end, bytes([number]))  # an event loop has replaced the descriptor meanwhile
         while not self.has_state and not self.is_ending:
             time.sleep(60.0)
 
@@ -171,7 +174,9 @@ class Stop:
     def acknowledge(self) -> None:
         """Say, once and on rank 0, that the run is stopping."""
         if not self._has_answered and is_first_rank():
-            _write(2, f"{_STOPPING}\n", _CLEAR_LINE)
+            # torchrun does not pass a second Ctrl-C on to its ranks.
+            has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "MESHTRAINER_NPROC" not in os.environ
+            _write(2, f"{_STOPPING}\n" if has_torchrun else f"{_STOPPING} {_QUITTING}\n", _CLEAR_LINE)
         self._has_answered = True
 
     # -- leaving -------------------------------------------------------------------------------------------------
@@ -203,7 +208,10 @@ class Stop:
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for work in list(self.on_exit):
-            work(exit_code, reason)
+            try:
+                work(exit_code, reason)
+            except Exception as error:
+                _write(2, f"error: {type(error).__name__}: {error}\n", _CLEAR_LINE)
 
     # -- other requests ------------------------------------------------------------------------------------------
 

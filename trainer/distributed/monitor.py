@@ -12,8 +12,8 @@ Python's GIL.  An exception that is not about other ranks needs no question: it 
 Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line; each forward pass restarts
 this limit and the next.  `run.first_step_timeout_s` covers the first step (which compiles and allocates), profiled
 steps, and the time between two forward passes of an evaluation.  `checkpoint.timeout_s` covers the time for which
-training is blocked by a save, and the whole duration of a background save.  The step after an evaluation or a save has
-the limit of that as well, because this rank may have to wait for one that is still in it.  There is no limit on a run's
+training is blocked by a save, and the whole duration of a background save.  The step after an evaluation has its limit,
+because this rank may have to wait for one that is still evaluating.  There is no limit on a run's
 start or on a custom loop's code between steps; but if another rank is already waiting inside a step, that step's limit
 applies.
 
@@ -56,7 +56,7 @@ from trainer.distributed.rank_status import (
     status_table,
     waits_for_device,
 )
-from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, print_stderr
+from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.stopping import stop
 
 _TICK_S = 0.5
@@ -166,7 +166,7 @@ class Monitor:
         self.phase, self.since, self._step, self.num_phases_entered = "start", time.monotonic(), 0, 0
         self._limit: _Limit | None = None
         self._longer_limit_s = 0.0
-        """The limit of an evaluation or a save since the last step; 0 if there was none."""
+        """The limit of an evaluation since the last step; 0 if there was none."""
         self._num_steps = 0
         self._saving_since: float | None = None
         self._save_stage: Callable[[], str] = str
@@ -229,11 +229,10 @@ class Monitor:
         outer_phase, outer_limit = self.phase, self._limit
         self.enter(phase)
         if phase == "save":
-            key, seconds = "checkpoint.timeout_s", self._save_limit_s
+            self._set_limit("checkpoint.timeout_s", self._save_limit_s)
         else:
-            key, seconds = "run.first_step_timeout_s", self._limits.first_step_limit_s
-        self._set_limit(key, seconds)
-        self._longer_limit_s = max(self._longer_limit_s, seconds)
+            self._set_limit("run.first_step_timeout_s", self._limits.first_step_limit_s)
+            self._longer_limit_s = self._limits.first_step_limit_s
         try:
             yield
         finally:
@@ -321,13 +320,13 @@ class Monitor:
         return None if self.failure is None else (self.failure.exit_code, self.failure.reason)
 
     def _on_leaving(self, exit_code: int, reason: str) -> None:
-        """One of `stop.on_exit`: if this rank was asked to stop and has nothing to save, the others leave as well."""
-        if exit_code != EXIT_STOPPED:
+        """One of `stop.on_exit`: if this rank leaves because of a signal, let the others leave as well."""
+        if self.failure is not None:
             dump_flight_record(self._folder, self.rank)
-        elif self.failure is None:
-            self._own_failure = Failure(reason, EXIT_STOPPED)
-            self._wake.set()
-            self._learned.wait(1.0)
+            return
+        self._own_failure = Failure(reason, exit_code)
+        self._wake.set()
+        self._learned.wait(1.0)
 
     # -- the thread `clock` --------------------------------------------------------------------------------------
 
@@ -418,7 +417,11 @@ class Monitor:
             try:
                 self._exchange_news()
             except RuntimeError:
-                self._learn(Failure("lost rank 0, which hosted the store", can_save=False, silent_ranks=[0]))
+                time.sleep(0.1)  # until the kernel has told this process that its parent is gone
+                if self._has_lost_launcher():
+                    self._learn(Failure(f"rank {self.rank}: its launcher has died"))
+                else:
+                    self._learn(Failure("lost rank 0, which hosted the store", can_save=False, silent_ranks=[0]))
                 return
             self._heard_at = time.monotonic()
             self._num_rounds += 1
@@ -431,7 +434,7 @@ class Monitor:
         Raises RuntimeError if the process that hosts the store has ended.
         """
         store = self._store
-        if self._parent is not None and os.getppid() != self._parent and self.failure is None:
+        if self._has_lost_launcher() and self.failure is None:
             print_stderr(f"error: rank {self.rank}: its launcher has died; this rank exits")
             self._own_failure = Failure(f"rank {self.rank}: its launcher has died")
             self._learn(self._own_failure)
@@ -456,6 +459,9 @@ class Monitor:
         if store.check([_FAILURE]):
             self._learn(Failure(**json.loads(store.get(_FAILURE))))
 
+    def _has_lost_launcher(self) -> bool:
+        return self._parent is not None and os.getppid() != self._parent
+
     def _publish(self, failure: Failure) -> None:
         """Make `failure` the failure of all ranks, unless there is an earlier one."""
         first = self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
@@ -478,8 +484,8 @@ class Monitor:
                 if self._store.check([key := f"monitor/status/{rank}"]):
                     statuses[rank] = RankStatus(**json.loads(self._store.get(key)))
             missing = [rank for rank in missing if rank not in statuses and not self._has_ended(rank)]
-        if self._store.check([_FAILURE]):
-            return  # an exception was the cause
+            if self._store.check([_FAILURE]):
+                return  # an exception is the cause
         for rank in self._ranks:
             if rank not in statuses:
                 statuses[rank] = RankStatus(rank, is_responding=False, process=self._describe_process(rank))

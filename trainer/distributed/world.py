@@ -37,6 +37,7 @@ from trainer.distributed.environment import (
 from trainer.distributed.exchange import register_group
 from trainer.distributed.monitor import Monitor, this_process
 from trainer.errors import TrainingFailed, UserError, print_stderr, setting_error
+from trainer.stopping import stop
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the two mesh axes, and of the context-parallel groups inside `shard`."""
@@ -246,6 +247,7 @@ class World(Channel):
             self.leave()
             raise
         except BaseException as error:
+            stop.is_ending = True  # a launcher sends SIGTERM if another rank ends first
             self.monitor.fail(error)
             if self.size == 1:
                 self.destroy_group()

@@ -199,7 +199,7 @@ def record_end(run_dir: Path, initial_status: Mapping[str, Any], last_step: int,
     last_step: the last recorded step.
     """
     status = read_status(run_dir)
-    has_failed = status.get("state") == "failed" and status != initial_status
-    if (status.get("state") == "running" or has_failed) and not is_owned(run_dir):
-        step = status.get("step") if has_failed else last_step
+    has_ended = status.get("state") in ("failed", "stopped") and status != initial_status
+    if (status.get("state") == "running" or has_ended) and not is_owned(run_dir):
+        step = status.get("step") if has_ended else last_step
         write_status(run_dir, {"state": "failed", "exit_code": EXIT_FAILED, "step": step, "reason": reason})

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -52,10 +53,7 @@ class Claim:
 
 
 def exit_taken_over(message: str) -> None:
-    """End this process at once and record nothing, because another run owns the folder now.
-
-    This process was suspended for so long that it counted as dead.
-    """
+    """End this process at once and record nothing, because another run owns the folder now."""
     print_stderr(f"error: {message}")
     os._exit(EXIT_FAILED)
 
@@ -78,10 +76,14 @@ class Owner:
     Where the lock proves nothing, a new owner moves the file away and creates another, which only one process can.
     """
 
-    def __init__(self, folder: Path, setting: str) -> None:
-        """setting: the setting that names the folder, for messages."""
+    def __init__(self, folder: Path, setting: str, on_taken_over: Callable[[str], None] = exit_taken_over) -> None:
+        """setting: the setting that names the folder, for messages.
+
+        on_taken_over: called by the heartbeat's thread, with a message, after another run has taken over the folder.
+        It must end this process, which was suspended for so long that it counted as dead.
+        """
         self.folder, self.setting = folder, setting
-        self._path = folder / NAME
+        self._path, self._on_taken_over = folder / NAME, on_taken_over
         self._claim = _new_claim()
         self._descriptor = -1
         """The open and locked file; -1 if this process does not own the folder."""
@@ -230,7 +232,7 @@ class Owner:
                 num_missed += 1
                 is_put_back = owner is None and num_missed == 1  # perhaps: see `_move_away`
                 if not is_put_back and not is_released.is_set():
-                    exit_taken_over(self._taken_over_message(owner))
+                    self._on_taken_over(self._taken_over_message(owner))
                     return
 
     def _taken_over_message(self, owner: Claim | None) -> str:

@@ -128,16 +128,16 @@ class Run:
                 return
             stop.is_ending = True
             if previous == "running" or state == "failed":
-                self._write_end(state, exit_code, reason)
+                self._write_end(state, exit_code, reason, has_begun=previous == "running")
             if previous == "running" and self._stands_in_for_rank_0():
                 record_end(self._folder.path, read_status(self._folder.path), self._state.step, reason)
             self._release()
 
-    def _write_end(self, state: str, exit_code: int, reason: str) -> None:
+    def _write_end(self, state: str, exit_code: int, reason: str, has_begun: bool) -> None:
         step = self._state.step
         goodput = min(1.0, self._step_metrics.productive_s / (time.monotonic() - self._start_time))
         facts: dict[str, Any] = {"step": step, "reason": state, "goodput": goodput}
-        if self._world.is_main:
+        if self._world.is_main and has_begun:  # before that, the plan may still have to be made
             facts |= self._forecast.result()
             for deviation in self._forecast.mismatches():
                 self._metrics.print(f"not as planned: {deviation}")
