@@ -36,7 +36,7 @@ from trainer.distributed.environment import (
 )
 from trainer.distributed.exchange import register_group
 from trainer.distributed.monitor import Monitor, this_process
-from trainer.errors import TrainingFailed, UserError, print_stderr, setting_error
+from trainer.errors import PeerFailed, TrainingFailed, UserError, print_stderr, setting_error
 from trainer.stopping import stop
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
@@ -248,9 +248,11 @@ class World(Channel):
             raise
         except BaseException as error:
             stop.is_ending = True  # a launcher sends SIGTERM if another rank ends first
-            self.monitor.fail(error)
+            failure = self.monitor.fail(error)
             if self.size == 1:
                 self.destroy_group()
+            if not self.monitor.is_own(failure, error):
+                raise PeerFailed(failure.reason) from error
             raise
 
     def destroy_group(self) -> None:
