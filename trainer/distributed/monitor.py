@@ -13,9 +13,8 @@ Limits: `run.step_timeout_s` covers one step, from the request for its data to i
 this limit and the next.  `run.first_step_timeout_s` covers the first step (which compiles and allocates), profiled
 steps, and the time between two forward passes of an evaluation.  `checkpoint.timeout_s` covers the time for which
 training is blocked by a save, and the whole duration of a background save.  The step after an evaluation has its limit,
-because this rank may have to wait for one that is still evaluating.  There is no limit on a run's
-start or on a custom loop's code between steps; but if another rank is already waiting inside a step, that step's limit
-applies.
+because this rank may have to wait for one that is still evaluating.  There is no limit on a run's start or on a custom
+loop's code between steps; but if another rank is already waiting inside a step, that step's limit applies.
 
 If the process group was initialized by the caller, there is no store: each rank reports only on itself, and goes on.
 """
@@ -56,7 +55,7 @@ from trainer.distributed.rank_status import (
     status_table,
     waits_for_device,
 )
-from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
+from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, print_stderr
 from trainer.stopping import stop
 
 _TICK_S = 0.5
@@ -341,11 +340,15 @@ class Monitor:
                 self._ask(reason)
             if self.failure is None:
                 self._find_silence(now)
-            if self.failure is not None:
-                is_first = self.rank == 0 or 0 in self.failure.silent_ranks
-                if now - self._failed_at > (_GRACE_S if is_first else 2 * _GRACE_S):
-                    self._leave(self.failure)
-                    return
+            if self.failure is not None and now - self._failed_at > self._grace_s(self.failure):
+                self._leave(self.failure)
+                return
+
+    def _grace_s(self, failure: Failure) -> float:
+        """Return how long the main thread has to end by itself, in seconds."""
+        if failure.exit_code == EXIT_STOPPED:
+            return 0.0  # there is nothing to record
+        return _GRACE_S if self.rank == 0 or 0 in failure.silent_ranks else 2 * _GRACE_S
 
     def _extend_limits(self, seconds: float) -> None:
         self._heard_at += seconds
