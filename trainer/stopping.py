@@ -91,8 +91,13 @@ class Stop:
         """
         if self.is_installed or threading.current_thread() is not threading.main_thread():
             return
-        self.name, self.has_state, self.is_ending, self.note = "", has_state, False, note
-        self._exit_code, self._has_answered, self._num_interrupts = exit_code, False, 0
+        self.name = ""
+        self.has_state = has_state
+        self.is_ending = False
+        self.note = note
+        self._exit_code = exit_code
+        self._has_answered = False
+        self._num_interrupts = 0
         for number in STOP_SIGNALS:
             if number not in _KEEP_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._record)
@@ -220,11 +225,15 @@ class Stop:
 
         deadline: in seconds since the epoch; None for no deadline.
         """
-        self._notice, self._deadline, self._other_reason = notice, float("inf") if deadline is None else deadline, ""
+        self._notice = notice
+        self._deadline = float("inf") if deadline is None else deadline
+        self._other_reason = ""
 
     def watch_nothing(self) -> None:
         """Watch neither a notice file nor the clock any more, because the run has ended."""
-        self._notice, self._deadline, self._other_reason = None, float("inf"), ""
+        self._notice = None
+        self._deadline = float("inf")
+        self._other_reason = ""
 
     def reason(self, needs_s: float = 0.0) -> str:
         """Return why to stop now: the name of a signal, `deadline` or `notice`; empty if there is no reason.

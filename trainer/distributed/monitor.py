@@ -71,7 +71,9 @@ alive, because their exit makes a launcher end rank 0, which records and prints.
 _SUSPENDED_S = 5.0
 """If two rounds are more than this many seconds apart, the process is assumed to have been suspended."""
 
-_NEWS, _QUESTION, _FAILURE = "monitor/news", "monitor/question", "monitor/failure"
+_NEWS = "monitor/news"
+_QUESTION = "monitor/question"
+_FAILURE = "monitor/failure"
 """Keys in the store.  `_NEWS` is set with each of the others, so that a round needs one request."""
 
 _CONNECTION_LOST = re.compile(r"(closed|reset) by peer|broken pipe|remote process exit|ncclRemoteError", re.IGNORECASE)
@@ -153,7 +155,9 @@ class Monitor:
         # A connection of its own: another request on the same one may wait for minutes.
         self._store: Store = HashStore() if store is None else store.clone()  # type: ignore[attr-defined]
         self._can_leave = store is not None
-        self._limits, self._save_limit_s, self._folder = config.run, config.checkpoint.timeout_s, config.run_dir
+        self._limits = config.run
+        self._save_limit_s = config.checkpoint.timeout_s
+        self._folder = config.run_dir
         self._profiles, self._parent = config.log.profiles, parent
         self.observers: list[Callable[[str], None]] = []
         """Functions that are called with each phase that this rank enters, by the thread that enters it."""
@@ -162,7 +166,10 @@ class Monitor:
         self.processes: Sequence[Process] = ()
         """The process of each rank, once they are known."""
 
-        self.phase, self.since, self._step, self.num_phases_entered = "start", time.monotonic(), 0, 0
+        self.phase = "start"
+        self.since = time.monotonic()
+        self._step = 0
+        self.num_phases_entered = 0
         self._limit: _Limit | None = None
         self._longer_limit_s = 0.0
         """The limit of an evaluation since the last step; 0 if there was none."""
@@ -181,7 +188,9 @@ class Monitor:
         """The error of a collective of this rank, and its innermost frame; empty and None if none has failed."""
         self._asked_at = self._failed_at = 0.0
         self._heard_at, self._num_rounds = time.monotonic(), 0
-        self._wake, self._learned, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._learned = threading.Event()
+        self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=self._poll, name="poll", daemon=True),
             threading.Thread(target=self._watch_clock, name="clock", daemon=True),
@@ -360,12 +369,13 @@ class Monitor:
 
     def _describe_expired_limit(self) -> str:
         """Describe the expired limit; empty if none has expired."""
-        limit, saving_since, save_limit_s = self._limit, self._saving_since, self._save_limit_s
+        limit = self._limit  # the training thread may replace it at any time
         if limit is not None and time.monotonic() > limit.expires:
             return f"no progress within {limit.key}, {limit.seconds:g} s"
-        has_expired = saving_since is not None and time.monotonic() > saving_since + save_limit_s
+        saving_since = self._saving_since
+        has_expired = saving_since is not None and time.monotonic() > saving_since + self._save_limit_s
         if has_expired and _saving_frame() is not None:
-            return f"{_IN_BACKGROUND} has not ended within checkpoint.timeout_s, {save_limit_s:g} s"
+            return f"{_IN_BACKGROUND} has not ended within checkpoint.timeout_s, {self._save_limit_s:g} s"
         return ""
 
     def _ask(self, reason: str) -> None:

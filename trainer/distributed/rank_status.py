@@ -14,8 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_MAX_ROWS, _MAX_STACKS, _MAX_NAMES, _MAX_FRAMES = 32, 4, 8, 12
-"""The most ranks in the table, stacks below it, ranks named in a sentence, and frames of a stack."""
+_MAX_ROWS = 32
+"""The most ranks in the table."""
+_MAX_STACKS = 4
+"""The most stacks below the table."""
+_MAX_NAMES = 8
+"""The most ranks that a sentence names."""
+_MAX_FRAMES = 12
+"""The most frames of a stack."""
 
 
 @dataclass(frozen=True)

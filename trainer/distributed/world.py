@@ -116,7 +116,7 @@ class World(Channel):
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         backend = "cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
-        rank, size, parent = 0, 1, os.getppid() if self.env.has_launcher_parent else None
+        rank, size = 0, 1
         if self.env.launcher == "single":
             store: Store = HashStore()
             monitor = Monitor(store, rank, size, config)
@@ -126,6 +126,7 @@ class World(Channel):
             self.interface = choose_interface(self.env)
             store, rank, size = join_store(timedelta(seconds=config.run.timeout_s))
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
+            parent = os.getppid() if self.env.has_launcher_parent else None
             monitor = Monitor(store, rank, size, config, parent)
             die_with_parent(False)  # from here on, the Monitor does this and reports it
             if self.device.type == "cuda" and self.env.local_world_size > torch.cuda.device_count():

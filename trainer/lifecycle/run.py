@@ -52,11 +52,17 @@ class Run:
 
     def __init__(self, trainer: Trainer, start_time: float) -> None:
         """start_time: when the Trainer was created, by `time.monotonic`."""
-        self._config, self._world, self._state = trainer.config, trainer.world, trainer.state
-        self._folder, self._metrics, self._saver = trainer.folder, trainer.metrics, trainer.saver
+        self._config = trainer.config
+        self._world = trainer.world
+        self._state = trainer.state
+        self._folder = trainer.folder
+        self._metrics = trainer.metrics
+        self._saver = trainer.saver
         self._resume = trainer.resume
         self._step_metrics, self._stop_criterion = trainer.step_metrics, trainer.stop_criterion
-        self._monitor, self._forecast, self._loader = trainer.world.monitor, trainer.forecast, trainer.loader
+        self._monitor = trainer.world.monitor
+        self._forecast = trainer.forecast
+        self._loader = trainer.loader
         self._start_time = start_time
         self._earlier_error = sys.exc_info()[1]  # an exception that the caller was already handling
         self.state: Literal["built", "running", "ended"] = "built"

@@ -114,8 +114,13 @@ class StepMetrics:
         loader: object,
     ) -> None:
         """`loader`: the training loader; epochs are recorded only for a TrainLoader."""
-        self._config, self._world, self._state, self._metrics = config, world, state, metrics
-        self._skips, self._forecast, self._loader = state.skips, forecast, loader
+        self._config = config
+        self._world = world
+        self._state = state
+        self._metrics = metrics
+        self._skips = state.skips
+        self._forecast = forecast
+        self._loader = loader
         self.stop_criterion = stop_criterion
         self.reads_late = world.device.type != "cpu"
         """Whether a step's numbers are usually read only after the next step has been queued; the same on all ranks."""
