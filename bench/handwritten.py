@@ -82,13 +82,13 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
     config = load_config(settings.recipe, settings.overrides)
     weights = torch.load(settings.weights, mmap=True)
     if settings.parallel != "fsdp":
-        plain = config.recipe.build_model(config.model).to(device)
+        plain = config.spec.build_model(config.model).to(device)
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
                 parameter.copy_(weights[name])
         return plain if settings.parallel == "none" else DistributedDataParallel(plain, gradient_as_bucket_view=True)
     with torch.device("meta"):
-        model: Any = config.recipe.build_model(config.model)  # a Llama
+        model: Any = config.spec.build_model(config.model)  # a Llama
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     for module in (model.tok_embeddings, *model.layers, model.head, model):
         fully_shard(module, mesh=mesh)

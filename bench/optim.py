@@ -139,7 +139,7 @@ def compare(arguments: argparse.Namespace) -> int:
     for name in chosen:
         if name not in OPTIMIZERS:
             rule = f"must be one of {', '.join(OPTIMIZERS)}"
-            raise setting_error("--only", name, rule, meant=nearest(name, OPTIMIZERS))
+            raise setting_error("--only", name, rule, proposal=nearest(name, OPTIMIZERS))
     for task in TASKS if arguments.task == "all" else [arguments.task]:
         scores: dict[str, Score] = {}
         for name in dict.fromkeys((BASELINE, *chosen)):

@@ -207,10 +207,10 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
     from trainer.model.units import find_blocks
 
     with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+        model = config.spec.build_model(config.model)
     apply_weights_dtype(model, config.fsdp.param_dtype)
-    materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
-    for block in find_blocks(model, config.recipe) if compiles_blocks(config.train.compile, device) else ():
+    materialize(model, config.run.seed, torch.device(device), config.spec.init, False)
+    for block in find_blocks(model, config.spec) if compiles_blocks(config.train.compile, device) else ():
         block.compile(fullgraph=True)
     loss = find_loss(model)
     marks: list[float] = []
@@ -247,8 +247,8 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     mesh = init_device_mesh(device, (num_ranks,), mesh_dim_names=("shard",))
     model = build_network(config)
-    apply_sharding(model, config.recipe, config, mesh)
-    materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
+    apply_sharding(model, config.spec, config, mesh)
+    materialize(model, config.run.seed, torch.device(device), config.spec.init, False)
     skip_collectives(model)
     if device == "cpu":
         skip_copies()

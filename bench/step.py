@@ -212,13 +212,14 @@ def overrides_of_model(model: str, nproc: int) -> list[str]:
 
 def check_side(side: str, model: str, nproc: int) -> None:
     """Raise UserError if the trainer cannot be compared with `side` on `nproc` ranks."""
-    from trainer.config import check_config, load_config
+    from trainer.config.load import load_config
+    from trainer.config.rules import check_config
 
     key, is_setting, _ = side.partition("=")
     sides = (*HANDWRITTEN_LOOPS, *VARIANTS)
     if not is_setting and side not in sides:
         rule = f"must be {', '.join(sides)}, or key=value of the configuration"
-        raise setting_error("--against", side, rule, meant=nearest(side, sides))
+        raise setting_error("--against", side, rule, proposal=nearest(side, sides))
     if side == "plain" and nproc > 1:
         raise setting_error("--against", side, f"is one process, not --nproc {nproc}", HANDWRITTEN)
     if side == HANDWRITTEN and RECIPES[model] != "llama_small":
@@ -244,7 +245,7 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
     overrides = [*COMMON, *overrides, f"train.steps={warmup + steps}", "run.name=bench"]
     config = load_config(recipe, overrides)
     with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+        model = config.spec.build_model(config.model)
     materialize(model, config.run.seed, torch.device("cpu"))
     torch.save({name: p.detach() for name, p in model.named_parameters()}, folder / "weights.pt")
 

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RunConfig, declared_keys, type_name
 from trainer.config.changes import _FIXED_ON_RESUME, _FREE_ON_RESUME
+from trainer.config.keys import declared_keys
+from trainer.config.messages import type_name
+from trainer.config.schema import RunConfig
 from trainer.objective import all_objectives
-from trainer.recipe import all_recipes
+from trainer.registry import all_models
 
 FOLDER = Path(__file__).parent
 _PAGES = {
@@ -77,7 +79,7 @@ def pages() -> dict[str, str]:
         contents[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
     models = [
         _table(f"model.name={recipe.name}", "", declared_keys(recipe.config), "model")
-        for recipe in sorted(all_recipes(), key=lambda recipe: recipe.name)
+        for recipe in sorted(all_models(), key=lambda recipe: recipe.name)
         if f"{recipe.config.__module__}.".startswith(f"trainer.recipes.{recipe.name}.")
     ]
     intro = f"{_NOTE} See also [Settings](configuration.md).\n"

@@ -23,7 +23,7 @@ def train(job):
 
     config = load_config(job["recipe"], job["overrides"])
 
-    class Reporting(config.recipe.trainer_class(Trainer)):
+    class Reporting(config.spec.trainer_class(Trainer)):
         def on_step(self, record):
             super().on_step(record)
             if record.step % config.log.every == 0:

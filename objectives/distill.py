@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from trainer.config.declare import declare
 from trainer.objective import Direction, TokenObjective, register_objective
-from trainer.recipe import declare
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.config.declare import declare
 from trainer.objective import Direction, Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
-from trainer.recipe import declare
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.config.declare import declare
 from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
-from trainer.recipe import declare
 
 from .dpo import REWARD_METRICS, report_rewards
 

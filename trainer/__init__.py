@@ -25,8 +25,8 @@ if sys.argv[:1] == ["-m"] and (_command := re.search(r"\0-m\0trainer\.(\w+)", "\
 from trainer.distributed.environment import without_garbage_collection
 
 if TYPE_CHECKING:
-    from trainer.config import RunConfig as RunConfig
-    from trainer.config import load_config as load_config
+    from trainer.config.load import load_config as load_config
+    from trainer.config.schema import RunConfig as RunConfig
     from trainer.data.loader import TrainLoader as TrainLoader
     from trainer.data.source import Source as Source
     from trainer.errors import UserError as UserError
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from trainer.model.logprobs import token_logprobs as token_logprobs
     from trainer.model.sample import Sampling as Sampling
     from trainer.model.sample import generate_batch as generate_batch
+    from trainer.model_spec import HuggingFace as HuggingFace
+    from trainer.model_spec import ModelSpec as ModelSpec
+    from trainer.model_spec import Stacked as Stacked
+    from trainer.model_spec import Transposed as Transposed
+    from trainer.model_spec import WeightSource as WeightSource
     from trainer.objective import Objective as Objective
     from trainer.objective import register_objective as register_objective
-    from trainer.recipe import HuggingFace as HuggingFace
-    from trainer.recipe import Recipe as Recipe
-    from trainer.recipe import Stacked as Stacked
-    from trainer.recipe import Transposed as Transposed
-    from trainer.recipe import WeightSource as WeightSource
-    from trainer.recipe import register as register
+    from trainer.registry import register as register
     from trainer.trainer import Trainer as Trainer
     from trainer.weights.loading import load_weights as load_weights
     from trainer.weights.sources import fill as fill
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "HuggingFace",
+    "ModelSpec",
     "Objective",
-    "Recipe",
     "RunConfig",
     "Sampling",
     "Source",
@@ -74,25 +74,25 @@ __all__ = [
 ]
 
 _MODULES = {
-    "HuggingFace": "recipe",
+    "HuggingFace": "model_spec",
     "Objective": "objective",
-    "Recipe": "recipe",
-    "RunConfig": "config",
+    "ModelSpec": "model_spec",
+    "RunConfig": "config.schema",
     "Sampling": "model.sample",
     "Source": "data.source",
-    "Stacked": "recipe",
+    "Stacked": "model_spec",
     "TrainLoader": "data.loader",
     "Trainer": "trainer",
-    "Transposed": "recipe",
+    "Transposed": "model_spec",
     "UserError": "errors",
-    "WeightSource": "recipe",
+    "WeightSource": "model_spec",
     "fill": "weights.sources",
     "gathered": "model.gradients",
     "generate_batch": "model.sample",
     "linear_cross_entropy": "loss",
-    "load_config": "config",
+    "load_config": "config.load",
     "load_weights": "weights.loading",
-    "register": "recipe",
+    "register": "registry",
     "register_objective": "objective",
     "token_logprobs": "model.logprobs",
 }

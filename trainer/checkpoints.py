@@ -34,7 +34,7 @@ from trainer.checkpoint.retention import best_step
 from trainer.checkpoint.storage import MANIFEST, Damaged, Storage, open_storage, split_parent
 from trainer.checkpoint.torch_metadata import TORCH_METADATA, add_torch_metadata
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config import compare_stored
+from trainer.config.changes import compare_stored
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.config.teacher import TEACHER_KEY, teacher_config
 from trainer.data.loader import Batch
 from trainer.loss import IGNORE, Gradients, find_loss, replace_loss

@@ -191,34 +191,20 @@ def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> obje
     return by_text[matches[0]] if matches else None
 
 
-def setting_error(
-    key: str,
-    value: object,
-    rule: str,
-    legal: object = None,
-    *,
-    meant: object = None,
-    example: object = None,
-    fix: str = "",
-) -> UserError:
+def setting_error(key: str, value: object, rule: str, proposal: object = None, *, fix: str = "") -> UserError:
     """Return the error for one setting.
 
     rule: completes the text "KEY=VALUE: ...", for example "must be at least 1".
-    legal: the nearest legal value, for ordered values.
-    meant: the legal value that was probably meant: `value` is spelled similarly, or other tools call it `value`.
-    example: a value of the correct form.
+    proposal: a legal value to try: the nearest one, the one that was probably meant, or an example.
     fix: what to do, in words.
     """
-    advice = [
-        *([] if legal is None else [f"nearest legal value: {as_typed(key, legal)}"]),
-        *([] if meant is None else [f"did you mean {as_typed(key, meant)}?"]),
-        *([] if example is None else [f"for example: {as_typed(key, example)}"]),
-        *([f"to fix: {fix}"] if fix else []),
-    ]
-    proposed = next((each for each in (legal, meant, example) if each is not None), None)
-    can_be_typed = "[" not in key  # unlike an entry of a list, such as data.phases[0].from
-    proposal = as_argument(key, proposed) if can_be_typed and proposed is not None else ""
-    return UserError("\n  ".join([f"{as_argument(key, value)}: {rule}", *advice]), proposal)
+    lines = [f"{as_argument(key, value)}: {rule}"]
+    if proposal is not None:
+        lines.append(f"try {as_typed(key, proposal)}")
+    if fix:
+        lines.append(f"to fix: {fix}")
+    can_be_typed = proposal is not None and "[" not in key  # unlike an entry of a list, such as data.phases[0].from
+    return UserError("\n  ".join(lines), as_argument(key, proposal) if can_be_typed else "")
 
 
 def as_argument(key: str, value: object) -> str:
@@ -264,7 +250,7 @@ def choice_error(
     choices = list(legal)
     meant = (aliases or {}).get(_format(value).lower())
     rule = f"must be {noun} {', '.join(_format(choice) for choice in choices)}"
-    return setting_error(key, value, rule, meant=nearest(value, choices) if meant is None else meant)
+    return setting_error(key, value, rule, proposal=nearest(value, choices) if meant is None else meant)
 
 
 def yaml_scalar(value: object) -> str:

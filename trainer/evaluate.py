@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import run
-from trainer.config import RunConfig, check_config, load_config, stored_value
+from trainer.config.changes import stored_value
 from trainer.config.command_line import parse, split_allow_import
+from trainer.config.load import load_config
 from trainer.config.location import local_model_path, locate
-from trainer.config.pretrained import check_single_gguf, check_weights, find_native_recipe
-from trainer.config.rules import check_requirements, likely_device
+from trainer.config.pretrained import check_single_gguf, check_weights, find_native
+from trainer.config.rules import check_config, check_requirements, likely_device
+from trainer.config.schema import RunConfig
 from trainer.config.stored import check_imports, read_stored
 from trainer.distributed.environment import Environment, die_with_parent, find_environment, limit_spinning
 from trainer.errors import (
@@ -46,7 +48,7 @@ from trainer.errors import (
 from trainer.files import temporary_folder
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record, logged_names
-from trainer.recipe import add_working_directory_to_sys_path
+from trainer.registry import add_working_directory_to_sys_path
 from trainer.stopping import stop
 from trainer.tables import table_lines
 
@@ -114,7 +116,7 @@ def find_subject(
         folder = location.path
         if "model.fresh" not in override_keys:
             check_weights(folder, "path")
-        native = find_native_recipe(folder)
+        native = find_native(folder)
         model = {"name": native[0].name} if native else {"name": "hf", "path": folder}
         data = {"tokenizer": folder} if (Path(folder) / "tokenizer.json").is_file() else {}
         config_yaml, weights, step = json.dumps({"model": model, "data": data}), folder, None

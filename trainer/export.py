@@ -24,8 +24,9 @@ import torch
 
 from trainer import __version__
 from trainer.checkpoint.weights import open_checkpoint
-from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_other_tokenizer
+from trainer.config.load import config_from_yaml
+from trainer.config.schema import RunConfig
 from trainer.data.prompts import chat_stop_ids
 from trainer.data.records import kind_of
 from trainer.data.tokenizer import find_tokenizer
@@ -33,7 +34,8 @@ from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr
 from trainer.files import atomic_replace, temporary_folder, writing_to
 from trainer.hub import repo_id_of, upload
 from trainer.metrics.record import read_records
-from trainer.recipe import WeightSource, add_working_directory_to_sys_path
+from trainer.model_spec import WeightSource
+from trainer.registry import add_working_directory_to_sys_path
 from trainer.weights.adapters import BASE, export_adapter
 from trainer.weights.exporting import (
     TOKENIZER,
@@ -102,9 +104,9 @@ def export_checkpoint(
             )
         return export_adapter(
             stored,
-            config.recipe,
+            config.spec,
             config.model,
-            build_meta_model(config.recipe, config.model),
+            build_meta_model(config.spec, config.model),
             config.lora,
             path,
             base=repo_id_of(base or stored.parts.get(BASE, {}).get("path", "")),
@@ -117,7 +119,7 @@ def export_checkpoint(
     if into_original and not config.lora.packs:
         rule = f"the weights of {checkpoint} were not quantized (lora.base_dtype={config.lora.base_dtype})"
         raise UserError(f"--merged=original: {rule}\n  to fix: use --merged")
-    source = with_merged_adapters(stored, config.recipe, config.model, base, dtype, into_original)
+    source = with_merged_adapters(stored, config.spec, config.model, base, dtype, into_original)
     if is_file:
         return [_export_file(source, config, path, dtype, overwrite)]
     if TOKENIZER in model_files.tokenizer:  # the file that data.tokenizer names may no longer exist
@@ -131,7 +133,7 @@ def export_checkpoint(
             turn_ends = chat_stop_ids(tokenizer, template)
     return export(
         source,
-        config.recipe,
+        config.spec,
         config.model,
         path,
         dtype=dtype,
@@ -161,8 +163,8 @@ def _export_file(
 ) -> Path:
     if path.exists() and not overwrite:
         raise UserError(f"{path}: already exists; choose another name, or use --overwrite")
-    model = build_meta_model(config.recipe, config.model)
-    model = load_unsharded(model, config.recipe, source, torch.device("cpu"))
+    model = build_meta_model(config.spec, config.model)
+    model = load_unsharded(model, config.spec, source, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         parameter.data = cast_weight(parameter.data, dtype or source.dtypes.get(name, parameter.dtype), name)
     _write_state_dict(model if dtype is None else model.to(dtype), path)

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.weights import open_checkpoint
-from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
+from trainer.config.load import config_from_yaml
 from trainer.config.location import Location, local_model_path, locate
 from trainer.config.pretrained import (
     CONFIG_JSON,
@@ -64,7 +64,7 @@ from trainer.model.sample import (
     max_seq_len,
 )
 from trainer.plan.generation import GenerationWorkload, memory_of_generation
-from trainer.recipe import add_working_directory_to_sys_path, all_recipes
+from trainer.registry import add_working_directory_to_sys_path, all_models
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
@@ -184,7 +184,7 @@ def _model_of_folder(
 ) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
     """Return functions that build the model in a Hugging Face folder on the meta device, and that load it."""
     try:
-        recipe, model_config = model_config_of(location.path, all_recipes())
+        recipe, model_config = model_config_of(location.path, all_models())
     except UserError as unsupported:
         try:
             import transformers

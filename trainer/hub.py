@@ -502,7 +502,7 @@ def fetch_model(name: HubName, setting: str, kept_commit: str | None, with_weigh
         pickles = [file.path for file in files if "/" not in file.path and file.path.endswith(_PICKLES)]
         if ggufs:
             rule = "has only GGUF weights"
-            raise setting_error(setting, name.shown, rule, example=f"{name.repo}/{ggufs[0]}")
+            raise setting_error(setting, name.shown, rule, proposal=f"{name.repo}/{ggufs[0]}")
         if pickles:
             rule = f"has no safetensors, only {', '.join(pickles[:3])}: pickle files are not read, as they can run code"
             raise setting_error(setting, name.shown, rule, fix="name a revision or a copy that has safetensors")
@@ -546,7 +546,7 @@ def upload(folder: Path, extra_files: Mapping[str, bytes], repo: str, setting: s
     """
     name = parse_name(f"{SCHEME}{repo}")
     if name is None or name.kind != "model" or name.path or name.revision:
-        raise setting_error(setting, repo, "must be a model's name on the Hugging Face Hub", example="me/my-model")
+        raise setting_error(setting, repo, "must be a model's name on the Hugging Face Hub", proposal="me/my-model")
     name = replace(name, text=repo)
     library = import_library(setting, name)
     api = library.HfApi(endpoint=endpoint(library))
@@ -620,7 +620,7 @@ def as_user_error(error: Exception, name: HubName, setting: str, is_upload: bool
         return setting_error(setting, name.shown, rule, fix="unset it once to download, or download on another machine")
     if isinstance(error, errors.HFValidationError):
         return setting_error(
-            setting, name.shown, f"is not a valid Hub name ({_reason(error)})", example="Qwen/Qwen3-0.6B"
+            setting, name.shown, f"is not a valid Hub name ({_reason(error)})", proposal="Qwen/Qwen3-0.6B"
         )
     if _status(error) in (401, 403):
         rule = f"{server} denies access ({_reason(error)})"

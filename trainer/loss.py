@@ -24,7 +24,7 @@ from trainer.config.rules import can_compile
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
-    from trainer.config import RunConfig
+    from trainer.config.schema import RunConfig
 
 IGNORE = -100
 """Target value of positions without a loss (PyTorch's default `ignore_index`)."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.errors import choice_error, setting_error
-from trainer.recipe import check_import, entry_points, import_object
+from trainer.registry import check_import, entry_points, import_object
 
 if TYPE_CHECKING:
     import torch

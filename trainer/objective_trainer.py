@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data.loader import Batch
 from trainer.data.transfer import prefetch_to_device
 from trainer.errors import setting_error
@@ -147,7 +147,7 @@ class ObjectiveTrainer(Trainer):
     def _check_rows(self, batch: Batch, values: torch.Tensor) -> None:
         """Raise UserError if the model did not compute its loss with the functions of trainer.loss."""
         if values.shape[:1] != batch["tokens"].shape[:1]:
-            name, objective = self.recipe.name, self.config.train.objective
+            name, objective = self.spec.name, self.config.train.objective
             rule = f"recipe {name!r} sums the loss over all rows itself, but {objective} needs the loss of each row"
             fix = "compute it with trainer.linear_cross_entropy, or have the model return logits"
             raise setting_error("train.objective", objective, rule, fix=fix)

@@ -62,7 +62,7 @@ def _show(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from trainer.config import DataSection
+    from trainer.config.schema import DataSection
 
     with importing("--show", options.show):
         from trainer.data.chat.source import first_chats  # imports the template library, which is slow
@@ -296,7 +296,7 @@ def _argparse_type_of(key: str) -> Callable[[str], str]:
     """Return an argparse type that accepts the values of the setting `data.KEY`."""
 
     def check(value: str) -> str:
-        from trainer.config import declared_keys  # slow to import
+        from trainer.config.keys import declared_keys
 
         choices = typing.get_args(declared_keys()[f"data.{key}"].type)
         if choices and value not in choices:

@@ -22,7 +22,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer import __version__, hub
-from trainer.config import RunConfig, check_config, load_config, smallest_mesh
 from trainer.config.command_line import (
     ALLOW_IMPORT,
     USAGE,
@@ -34,9 +33,11 @@ from trainer.config.command_line import (
     parse,
     recipe_list,
 )
-from trainer.config.load import load_with_origins
+from trainer.config.load import load_config, load_with_origins
+from trainer.config.mesh import smallest_mesh
 from trainer.config.passes import run_passes
-from trainer.config.rules import check_requirements, likely_device
+from trainer.config.rules import check_config, check_requirements, likely_device
+from trainer.config.schema import RunConfig
 from trainer.distributed.environment import (
     Environment,
     check_rendezvous,
@@ -63,7 +64,7 @@ from trainer.errors import (
     setting_error,
 )
 from trainer.lifecycle.launch import dry_run_config, spawn
-from trainer.recipe import add_working_directory_to_sys_path
+from trainer.registry import add_working_directory_to_sys_path
 from trainer.stopping import stop
 from trainer.tables import fit_to_width
 
@@ -218,7 +219,7 @@ def _check_without_torch(
 
     check_config(config, world_size, local_world_size)
     check_requirements(config, likely_device(config.run.device))
-    if config.recipe.trainer is not None or has_custom_trainer:
+    if config.spec.trainer is not None or has_custom_trainer:
         return
     is_untokenized_text = is_untokenized(config.data)  # all ranks share the work of tokenizing it
     if tokenizes if is_untokenized_text else env.rank == 0:
@@ -358,10 +359,6 @@ COMMANDS = {
     "generate": "trainer.generate",
     "export": "trainer.export",
     "report": "trainer.report.__main__",
-    "widths": "trainer.widths",
-    "runs": "trainer.runs",
-    "sweep": "trainer.sweep",
-    "submit": "trainer.submit",
 }
 """Maps each subcommand of `meshtrainer` to the module with its `command_line` function."""
 
@@ -374,9 +371,6 @@ _COMMANDS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("convert", "merge", "push", "upload"), "export"),
     **dict.fromkeys(("new", "create", "scaffold"), "init"),
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
-    **dict.fromkeys(("list", "ls", "status", "ps"), "runs"),
-    **dict.fromkeys(("sbatch", "queue"), "submit"),
-    **dict.fromkeys(("grid", "multirun", "hpo", "tune"), "sweep"),
 }
 """Maps the names of similar commands in other tools to subcommands of `meshtrainer`."""
 

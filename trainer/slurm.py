@@ -254,7 +254,7 @@ def make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Signa
     def number(name: str, default: int, minimum: int = 0) -> int:
         text = env.get(name) or str(default)
         if not text.isdecimal():
-            raise setting_error(name, text, "must be a whole number", example=default)
+            raise setting_error(name, text, "must be a whole number", proposal=default)
         if int(text) < minimum:
             raise setting_error(name, text, f"must be at least {minimum}", minimum)
         return int(text)
@@ -282,7 +282,7 @@ def _parse_switch(name: str, text: str, on: str, off: str) -> bool:
     if text in (on, off):
         return text == on
     meant = {**dict.fromkeys(("1", "yes", "true", "on"), on), **dict.fromkeys(("0", "no", "false", "off"), off)}
-    raise setting_error(name, text, f"must be {on} or {off}", meant=meant.get(text.lower()))
+    raise setting_error(name, text, f"must be {on} or {off}", proposal=meant.get(text.lower()))
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:

@@ -20,8 +20,9 @@ from trainer.checkpoint.manifest import RunInfo
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.saves import Checkpoints
 from trainer.checkpoint.storage import open_storage
-from trainer.config import RunConfig, has_changed
+from trainer.config.changes import has_changed
 from trainer.config.rules import compiles_blocks
+from trainer.config.schema import RunConfig
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
@@ -81,7 +82,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig) -> None:
         start_time = time.monotonic()
-        self.recipe = config.recipe
+        self.spec = config.spec
         self.world = World(config)
         with self.world.building():
             self._build(config)
@@ -187,7 +188,7 @@ class Trainer:
         teacher.  Collective.
         """
         config = config or self.config
-        recipe = config.recipe
+        recipe = config.spec
 
         def build_sharded() -> tuple[torch.nn.Module, list[ShardUnit]]:
             model = build_network(config)
@@ -209,7 +210,7 @@ class Trainer:
         has one.
         """
         growth = find_growth(self.config, self.model)
-        return build_optimizer(self.model, self.config.optim, self.config.run.seed, self.recipe.blocks, growth)
+        return build_optimizer(self.model, self.config.optim, self.config.run.seed, self.spec.blocks, growth)
 
     def build_loader(self) -> Iterable[Batch]:
         """Return the training data: an infinite iterable of this rank's micro-batches.

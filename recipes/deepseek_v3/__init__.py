@@ -6,7 +6,8 @@ prediction (section 2.2) is left out.
 
 from __future__ import annotations
 
-from trainer.recipe import Recipe, register
+from trainer.model_spec import ModelSpec
+from trainer.registry import register
 
 from ..qwen3 import units
 from .config import DeepseekV3Config, check
@@ -33,7 +34,7 @@ def flops(config: DeepseekV3Config, seq_len: float) -> float:
 
 
 register(
-    Recipe(
+    ModelSpec(
         name="deepseek_v3",
         config=DeepseekV3Config,
         build="trainer.recipes.deepseek_v3.model:DeepseekV3",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
-from trainer.recipe import HuggingFace, Stacked
+from trainer.model_spec import HuggingFace, Stacked
 
 from .._huggingface import (
     ROPE_ENTRIES,

@@ -5,7 +5,8 @@ Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learne
 
 from __future__ import annotations
 
-from trainer.recipe import Recipe, register
+from trainer.model_spec import ModelSpec
+from trainer.registry import register
 
 from .config import GPT2Config, check
 from .huggingface import HUGGINGFACE
@@ -21,7 +22,7 @@ def flops(config: GPT2Config, seq_len: float) -> float:
 
 
 register(
-    Recipe(
+    ModelSpec(
         name="gpt2",
         config=GPT2Config,
         build="trainer.recipes.gpt2.model:GPT2",

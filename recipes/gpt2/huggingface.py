@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
-from trainer.recipe import HuggingFace, Transposed
+from trainer.model_spec import HuggingFace, Transposed
 
 from .._huggingface import NUMBER, Entry, types_of, write_fields
 

@@ -5,7 +5,8 @@ Sources: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925;
 
 from __future__ import annotations
 
-from trainer.recipe import Recipe, register
+from trainer.model_spec import ModelSpec
+from trainer.registry import register
 
 from .._flops import mean_num_keys
 from ..qwen3 import units
@@ -27,7 +28,7 @@ def flops(config: GptOssConfig, seq_len: float) -> float:
 
 
 register(
-    Recipe(
+    ModelSpec(
         name="gpt_oss",
         config=GptOssConfig,
         build="trainer.recipes.gpt_oss.model:GptOss",

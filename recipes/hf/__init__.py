@@ -11,7 +11,8 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipe import HuggingFace, Recipe, register
+from trainer.model_spec import HuggingFace, ModelSpec
+from trainer.registry import register
 
 from .config import HfConfig, check, model_type, resolve
 
@@ -42,7 +43,7 @@ HUGGINGFACE = HuggingFace(
 )
 
 register(
-    Recipe(
+    ModelSpec(
         name="hf",
         config=HfConfig,
         build=f"{_PACKAGE}.model:build",

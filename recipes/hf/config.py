@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.config.declare import declare
 from trainer.config.pretrained import (
     CONFIG_JSON,
     check_headers,
@@ -19,7 +20,6 @@ from trainer.config.pretrained import (
     why_not_native,
 )
 from trainer.errors import UserError, setting_error
-from trainer.recipe import declare
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def resolve(config: HfConfig) -> HfConfig:
             return config
         if not config.path:
             rule = "model.name=hf needs the folder of a Hugging Face model"
-            raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
+            raise setting_error("model.path", None, rule, proposal="models/Qwen3-8B")
     content = read_config(folder, "model.path")
     # `auto_map` names code in the folder, which is never run: transformers builds the model from its own code.
     try:
@@ -117,7 +117,7 @@ def check(config: HfConfig) -> None:
     """Raise UserError if transformers 5 or later is missing, or if the configuration was not read from a folder."""
     if not config.config:
         rule = "the model's config.json has not been read; use load_config"
-        raise setting_error("model.path", config.path or None, rule, example="models/Qwen3-8B")
+        raise setting_error("model.path", config.path or None, rule, proposal="models/Qwen3-8B")
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 
 from trainer.errors import setting_error
 from trainer.model.head import ScoreHead, is_score_name
-from trainer.recipe import WeightSource
+from trainer.model_spec import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
 
 from .classifier import output_projection

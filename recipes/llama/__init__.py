@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.recipe import Recipe, register
+from trainer.model_spec import ModelSpec
+from trainer.registry import register
 
 from .config import LlamaConfig, check
 from .huggingface import HUGGINGFACE
@@ -39,7 +40,7 @@ def flops(config: LlamaConfig, seq_len: float) -> float:
 
 
 register(
-    Recipe(
+    ModelSpec(
         name="llama",
         config=LlamaConfig,
         build="trainer.recipes.llama.model:Llama",

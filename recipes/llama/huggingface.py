@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
-from trainer.recipe import HuggingFace
+from trainer.model_spec import HuggingFace
 
 from .._huggingface import ROPE_ENTRIES, Entry, check_padding, parse_rope, read_fields, types_of, write_fields
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.recipe import Recipe, register
+from trainer.model_spec import ModelSpec
+from trainer.registry import register
 
 from .config import Qwen3Config, check_heads
 from .huggingface import HUGGINGFACE
@@ -33,7 +34,7 @@ def flops(config: Qwen3Config, seq_len: float) -> float:
 
 
 register(
-    Recipe(
+    ModelSpec(
         name="qwen3",
         config=Qwen3Config,
         build="trainer.recipes.qwen3.model:Qwen3",

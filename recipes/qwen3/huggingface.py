@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipe import HuggingFace
+from trainer.model_spec import HuggingFace
 
 from .._huggingface import (
     ROPE_ENTRIES,

@@ -5,7 +5,8 @@ Sources: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388, and the p
 
 from __future__ import annotations
 
-from trainer.recipe import Recipe, register
+from trainer.model_spec import ModelSpec
+from trainer.registry import register
 
 from ..qwen3 import units
 from .config import Qwen3MoeConfig, check
@@ -26,7 +27,7 @@ def flops(config: Qwen3MoeConfig, seq_len: float) -> float:
 
 
 register(
-    Recipe(
+    ModelSpec(
         name="qwen3_moe",
         config=Qwen3MoeConfig,
         build="trainer.recipes.qwen3_moe.model:Qwen3Moe",

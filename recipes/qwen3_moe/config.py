@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.config.declare import BalanceConfig, declare
 from trainer.errors import setting_error
-from trainer.recipe import BalanceConfig, declare
 
 from ..qwen3.config import check_heads
 

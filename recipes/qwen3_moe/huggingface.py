@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
-from trainer.recipe import HuggingFace, Stacked
+from trainer.model_spec import HuggingFace, Stacked
 
 from .._huggingface import ROPE_ENTRIES, Entry, check_padding, parse_rope, read_fields, types_of, write_fields
 from ..qwen3.huggingface import FIXED, SHARED_NAMES, WINDOW_ENTRIES, export_rope

@@ -6,7 +6,8 @@ Sources: the Qwen team 2025, the published configurations and weights of Qwen3-N
 
 from __future__ import annotations
 
-from trainer.recipe import Recipe, register
+from trainer.model_spec import ModelSpec
+from trainer.registry import register
 
 from ..qwen3 import units
 from .config import Qwen3NextConfig, check
@@ -37,7 +38,7 @@ def flops(config: Qwen3NextConfig, seq_len: float) -> float:
 
 
 register(
-    Recipe(
+    ModelSpec(
         name="qwen3_next",
         config=Qwen3NextConfig,
         build="trainer.recipes.qwen3_next.model:Qwen3Next",

@@ -21,7 +21,7 @@ import sys
 
 import trainer
 from torch import nn
-from trainer import Recipe, register
+from trainer import ModelSpec, register
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class Model(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-register(Recipe("tiny", Config, Model, units=["embedding", "head"]))
+register(ModelSpec("tiny", Config, Model, units=["embedding", "head"]))
 
 if __name__ == "__main__":
     sys.exit(trainer.main(trainer.Trainer))

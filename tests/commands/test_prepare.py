@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.commands import Ended, meshtrainer
 from tests.helpers.data import texts_in, write_texts
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data.opening import open_source
 from trainer.data.source import IGNORE
 

@@ -21,8 +21,10 @@ from tests.helpers.launch import REPOSITORY, Run, fork, launch, run_script, tiny
 from tests.helpers.launch import run as train
 from tests.helpers.runs import SharedRun
 from trainer import load_config, run
-from trainer.config import declared_keys, recipe_description, recipe_files, type_name
-from trainer.recipe import find_recipe
+from trainer.config.keys import declared_keys
+from trainer.config.messages import type_name
+from trainer.config.recipe_files import recipe_description, recipe_files
+from trainer.registry import find_model
 
 # ---------------------------------------------------------------------------------------------------------------
 # Options and subcommands
@@ -41,7 +43,7 @@ def test_help_lists_every_recipe_and_every_key(capsys: pytest.CaptureFixture[str
         assert re.search(rf"^  {name} +{re.escape(recipe_description(path))}$", text, re.MULTILINE)
     listed = re.findall(r"^  (\S+)  \[(.+); default (.+)\]\n      (.+)$", text, re.MULTILINE)
     for model in ("llama", "gpt2"):
-        for key, item in declared_keys(find_recipe(model).config).items():
+        for key, item in declared_keys(find_model(model).config).items():
             meaning = item.metadata.get("meaning", "")
             (row, *_) = [row for row in listed if row[0] == key and row[3].startswith(meaning)]
             assert type_name(item.type) in row[1]

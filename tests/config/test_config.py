@@ -18,18 +18,13 @@ from tests.helpers.cases import campaign_except
 from tests.helpers.launch import tiny
 from tests.helpers.runs import SharedRun
 from trainer import RunConfig, UserError, load_config, run
-from trainer.config import (
-    MeshSection,
-    MeshShape,
-    TrainSection,
-    check_config,
-    compare_configs,
-    declared_keys,
-    has_changed,
-    recipe_files,
-    resolve_mesh_shape,
-)
-from trainer.recipe import find_recipe
+from trainer.config.changes import compare_configs, has_changed
+from trainer.config.keys import declared_keys
+from trainer.config.mesh import MeshShape, resolve_mesh_shape
+from trainer.config.recipe_files import recipe_files
+from trainer.config.rules import check_config
+from trainer.config.schema import MeshSection, TrainSection
+from trainer.registry import find_model
 
 FOR_A_FOLDER = ("name: auto", "recipe: dpo", "recipe: sft")
 RECIPES = [name for name, path in recipe_files().items() if not any(text in path.read_text() for text in FOR_A_FOLDER)]
@@ -136,7 +131,7 @@ YAML_VALUES += ["", "???", "${x}", "${", "${train.steps}", "!!python/none", "*a"
 def test_random_overrides_are_rejected_or_survive_a_round_trip(number_of: int, tmp_path: Path) -> None:
     """Seeded random overrides give a configuration that its own YAML reproduces, or a UserError, and nothing else."""
     draw = random.Random(0)
-    keys = [*declared_keys(find_recipe("llama").config), "model", "train", "a.b.c", "", ".", "train.", "..", "x"]
+    keys = [*declared_keys(find_model("llama").config), "model", "train", "a.b.c", "", ".", "train.", "..", "x"]
     accepted = 0
     for number in range(number_of):
         key, value = draw.choice(keys), draw.choice(YAML_VALUES)
@@ -162,7 +157,7 @@ def test_random_overrides_are_rejected_or_survive_a_round_trip(number_of: int, t
 
 
 def test_legal_values_of_the_contract_are_accepted() -> None:
-    keys = declared_keys(find_recipe("llama").config)
+    keys = declared_keys(find_model("llama").config)
     for key, legal in (
         ("data.source", {"stdlib", "synthetic", "tokens"}),
         ("optim.name", {"adamw", "sgd", "muon"}),
@@ -310,7 +305,7 @@ def test_shards_across_parts_of_nodes_are_warned_about(shape: MeshShape, local: 
 OWN_MODEL = """
 {future}
 from dataclasses import dataclass
-from trainer import Recipe, register
+from trainer import ModelSpec, register
 
 @dataclass{frozen}
 class Shape:
@@ -324,7 +319,7 @@ class Shape:
 def build(config):
     raise NotImplementedError
 
-register(Recipe("{name}", Shape, build))
+register(ModelSpec("{name}", Shape, build))
 """
 
 

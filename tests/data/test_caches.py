@@ -26,7 +26,7 @@ from tests.helpers.data import content_of, flip_bit, write_records, write_shards
 from tests.helpers.faults import Fault, reach, small_disk
 from tests.helpers.launch import Run, fork, on_ranks, run
 from trainer import UserError
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data import records, shards
 from trainer.data.opening import open_source
 from trainer.data.source import as_mapping

@@ -14,7 +14,7 @@ from tests.helpers.chat_families import CHAT_FAMILIES, ChatFamily
 from tests.helpers.chats import write_tokenizer
 from tests.helpers.data import read_all, write_records
 from trainer import UserError
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data.chat.source import first_chats
 from trainer.data.opening import open_source
 from trainer.data.prompts import chat_stop_ids

@@ -15,7 +15,7 @@ from tests.helpers.chats import CHATML, FAMILIES, GENERATION, QWEN3, conversatio
 from tests.helpers.commands import meshtrainer
 from tests.helpers.data import read_all, write_records
 from trainer import UserError
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data.opening import open_source
 from trainer.data.prompts import ChatPrompts, chat_stop_ids
 from trainer.data.source import IGNORE, Source

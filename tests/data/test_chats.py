@@ -14,7 +14,8 @@ from tests.helpers.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, con
 from tests.helpers.commands import meshtrainer
 from tests.helpers.data import read_all, write_records
 from trainer import UserError, load_config
-from trainer.config import DataSection, check_config
+from trainer.config.rules import check_config
+from trainer.config.schema import DataSection
 from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.source import IGNORE, Source
 

@@ -33,7 +33,7 @@ from tests.helpers.data import (
 from tests.helpers.gate import wait_until
 from tests.helpers.launch import fork
 from trainer import UserError
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.mixture import sample_at
 from trainer.data.opening import open_source

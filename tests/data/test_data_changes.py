@@ -16,7 +16,7 @@ from tests.helpers.data import Numbered, tokens_section, write_shards
 from tests.helpers.launch import on_ranks, run, start
 from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data.loader import TrainLoader
 from trainer.data.opening import open_source
 from trainer.errors import TrainingFailed

@@ -12,7 +12,8 @@ import pytest
 from tests.helpers.data import text_of
 from tests.helpers.fake_hub import FakeHub
 from trainer import UserError
-from trainer.config import RunConfig, load_config
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
 from trainer.data.chat.formats import find_chat_files, read_objects
 from trainer.data.opening import open_source
 from trainer.data.records import FilePart

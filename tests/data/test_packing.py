@@ -13,7 +13,7 @@ import torch
 from tests.helpers.data import BYTES_END, read_all, stream_of, tokens_section, write_shards
 from tests.helpers.tiny import tiny_config
 from trainer import Trainer, UserError, load_config
-from trainer.config import check_config
+from trainer.config.rules import check_config
 from trainer.data import shards as shard_files
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.mixture import sample_at
@@ -157,9 +157,9 @@ def test_flops_are_those_of_the_attended_length(many: tuple[str, list[str]], tmp
     found = {}
     for documents in ("masked", "joined"):
         trainer = Trainer(tiny_config(tmp_path / documents, *data, f"data.documents={documents}"))
-        assert trainer.recipe.flops is not None
+        assert trainer.spec.flops is not None
         attended = trainer.loader.source.attended or 256
-        assert trainer.flops_per_token == trainer.recipe.flops(trainer.config.model, attended)
+        assert trainer.flops_per_token == trainer.spec.flops(trainer.config.model, attended)
         found[documents] = trainer.flops_per_token
         trainer.close()
     assert found["masked"] < found["joined"]

@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 from tests.helpers.chats import CHATML, FAMILIES, conversation, write_tokenizer
 from tests.helpers.commands import Ended, meshtrainer
 from tests.helpers.data import read_all, write_records
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data.opening import open_source
 
 VALID = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

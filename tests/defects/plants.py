@@ -21,8 +21,9 @@ from trainer import Trainer
 from trainer.checkpoint.retention import RetentionPolicy
 from trainer.checkpoint.stager import Staging
 from trainer.checkpoint.storage import LocalStorage, _SyncedFile
-from trainer.config import RunConfig, check_config, compare_configs
-from trainer.config.schema import RunSection
+from trainer.config.changes import compare_configs
+from trainer.config.rules import check_config
+from trainer.config.schema import RunConfig, RunSection
 from trainer.data.chat.masking import Encoder
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import Mixture, make_order, sample_at

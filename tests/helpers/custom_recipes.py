@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from trainer.recipes.llama.config import LlamaConfig
 
-from trainer import Recipe, RunConfig, Trainer, register
-from trainer.recipe import find_recipe
+from trainer import ModelSpec, RunConfig, Trainer, register
+from trainer.registry import find_model
 from trainer.sequence import full_sequences
 
 
@@ -255,23 +255,23 @@ def _tied(config: MlpConfig) -> nn.Module:
 
 
 UNITS = ["table", "hidden.*", "out"]
-register(Recipe("mlp", MlpConfig, Mlp, UNITS))
-register(Recipe("viewing_in_place", MlpConfig, viewing(adds_in_place=True), UNITS))
-register(Recipe("shifting", MlpConfig, Shifting, UNITS, context=True))
-register(Recipe("carrying", MlpConfig, Carrying, UNITS))
-register(Recipe("viewing", MlpConfig, viewing(adds_in_place=False), UNITS))
-register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
-register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
-register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
-register(Recipe("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=UnshardedParameterTrainer))
-register(Recipe("undecided", MlpConfig, Undecided, UNITS))
-register(Recipe("wayward", WaywardConfig, Wayward, UNITS))
-register(Recipe("greedy", MlpConfig, Mlp, UNITS, trainer=OutOfMemoryTrainer))
-register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
-register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))
-register(Recipe("mlp_faulty", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:FaultyTrainer"))
-register(Recipe("mlp_repeating", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:RepeatingTrainer"))
-register(Recipe("mlp_renamed", MlpConfig, Renamed, ["table", "inner.*", "out"]))
+register(ModelSpec("mlp", MlpConfig, Mlp, UNITS))
+register(ModelSpec("viewing_in_place", MlpConfig, viewing(adds_in_place=True), UNITS))
+register(ModelSpec("shifting", MlpConfig, Shifting, UNITS, context=True))
+register(ModelSpec("carrying", MlpConfig, Carrying, UNITS))
+register(ModelSpec("viewing", MlpConfig, viewing(adds_in_place=False), UNITS))
+register(ModelSpec("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
+register(ModelSpec("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
+register(ModelSpec("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
+register(ModelSpec("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=UnshardedParameterTrainer))
+register(ModelSpec("undecided", MlpConfig, Undecided, UNITS))
+register(ModelSpec("wayward", WaywardConfig, Wayward, UNITS))
+register(ModelSpec("greedy", MlpConfig, Mlp, UNITS, trainer=OutOfMemoryTrainer))
+register(ModelSpec("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
+register(ModelSpec("mlp_parted_tie", MlpConfig, _tied, UNITS))
+register(ModelSpec("mlp_faulty", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:FaultyTrainer"))
+register(ModelSpec("mlp_repeating", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:RepeatingTrainer"))
+register(ModelSpec("mlp_renamed", MlpConfig, Renamed, ["table", "inner.*", "out"]))
 
 
 def whole_logits(config: object) -> nn.Module:
@@ -289,10 +289,10 @@ def _units(model: nn.Module) -> list[str]:
     return ["layers.*"]
 
 
-register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
+register(ModelSpec("llama_whole_logits", LlamaConfig, whole_logits, _units))
 _FAULTY = "tests.helpers.faults:FaultyTrainer"
 # Without `hf`: folders of Hugging Face name the original.
-register(dataclasses.replace(find_recipe("llama"), name="llama_faulty", trainer=_FAULTY, hf=None))
+register(dataclasses.replace(find_model("llama"), name="llama_faulty", trainer=_FAULTY, hf=None))
 
 
 def attending_within_slices(config: LlamaConfig) -> nn.Module:
@@ -316,5 +316,5 @@ def counting_within_slices(config: LlamaConfig) -> nn.Module:
     return Counting(config)
 
 
-register(Recipe("llama_attending", LlamaConfig, attending_within_slices, _units, context=True))
-register(Recipe("llama_counting", LlamaConfig, counting_within_slices, _units, context=True))
+register(ModelSpec("llama_attending", LlamaConfig, attending_within_slices, _units, context=True))
+register(ModelSpec("llama_counting", LlamaConfig, counting_within_slices, _units, context=True))

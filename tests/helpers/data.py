@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.config import DataSection
+from trainer.config.schema import DataSection
 from trainer.data.source import IGNORE, Source, as_mapping
 from trainer.prepare import prepare
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import Recipe
+from trainer import ModelSpec
 from trainer.model.materialize import materialize
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 from trainer.weights.exporting import export
 
-LLAMA, GPT2 = find_recipe("llama"), find_recipe("gpt2")
+LLAMA, GPT2 = find_model("llama"), find_model("gpt2")
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
 STRETCHED = {"rope_factor": 8.0, "rope_original_len": 16, "max_seq_len": 512, "rope_theta": 10000.0}
 SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
@@ -60,13 +60,12 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MODELS: dict[str, tuple[Recipe, Any]] = {
+MODELS: dict[str, tuple[ModelSpec, Any]] = {
     "llama": (LLAMA, TINY),
     "llama tied": (LLAMA, replace(TINY, tie_embeddings=True, num_kv_heads=1, norm_eps=1e-6)),
     "llama 3.1": (LLAMA, replace(TINY, **STRETCHED)),
     **{
-        name: (find_recipe(recipe), find_recipe(recipe).config(**_SIZES | fields))
-        for name, (recipe, fields) in _FIELDS.items()
+        name: (find_model(spec), find_model(spec).config(**_SIZES | fields)) for name, (spec, fields) in _FIELDS.items()
     },
 }
 """Every native recipe, with fields that its variants of config.json have."""
@@ -87,11 +86,11 @@ class Memory:
         return tensor[start:stop] if tensor.ndim else tensor
 
 
-def build(recipe: Recipe, config: Any, seed: int = 0) -> nn.Module:
+def build(spec: ModelSpec, config: Any, seed: int = 0) -> nn.Module:
     """Return the unsharded model with weights that differ from any initial value: no ones, no zeros."""
     with torch.device("meta"):
-        model = recipe.build_model(config)
-    materialize(model, seed, torch.device("cpu"), recipe.init)
+        model = spec.build_model(config)
+    materialize(model, seed, torch.device("cpu"), spec.init)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.state_dict(keep_vars=True).values():
@@ -100,13 +99,13 @@ def build(recipe: Recipe, config: Any, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def export_model(model: nn.Module, recipe: Recipe, config: Any, folder: Path, **options: Any) -> list[Path]:
-    return export(Memory(model.state_dict()), recipe, config, folder, **options)
+def export_model(model: nn.Module, spec: ModelSpec, config: Any, folder: Path, **options: Any) -> list[Path]:
+    return export(Memory(model.state_dict()), spec, config, folder, **options)
 
 
-def folder_of(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE, **changes: Any) -> Path:
+def folder_of(path: Path, spec: ModelSpec = LLAMA, config: Any = SOURCE, **changes: Any) -> Path:
     """Write a model in Hugging Face's format; `changes` of config.json, where None removes a key."""
-    export_model(build(recipe, config), recipe, config, path)
+    export_model(build(spec, config), spec, config, path)
     edit(path, **changes)
     return path
 
@@ -146,9 +145,9 @@ def tokenizer_json(*words: str) -> bytes:
     return json.dumps(content).encode()
 
 
-def chat_folder(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE) -> Path:
+def chat_folder(path: Path, spec: ModelSpec = LLAMA, config: Any = SOURCE) -> Path:
     """Write the folder of a chat model, with every small file that such a folder may have."""
-    folder_of(path, recipe, config, exported_by=None, **TOKENS)
+    folder_of(path, spec, config, exported_by=None, **TOKENS)
     for name, content in (BESIDE | {"tokenizer.json": tokenizer_json("?", "one", "two")}).items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(content)

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers.commands import meshtrainer
 from trainer import Trainer, load_config
-from trainer.config import AUTO, MeshShape, RunConfig
+from trainer.config.mesh import MeshShape
+from trainer.config.schema import AUTO, RunConfig
 from trainer.loss import find_loss
 from trainer.model.gradients import gradient_sync
 from trainer.model.network import build_network
@@ -73,7 +74,7 @@ def fake_model(config: RunConfig, shape: MeshShape) -> Iterator[tuple[nn.Module,
         sizes = (shape.replicate, shape.shard) if shape.has_replicas else (shape.shard,)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
         model = build_network(config)
-        apply_sharding(model, config.recipe, config, mesh)
+        apply_sharding(model, config.spec, config, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield model.to_empty(device="cpu"), mesh
     finally:

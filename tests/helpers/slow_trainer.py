@@ -11,7 +11,7 @@ import torch
 from tests.helpers.gate import pass_gate
 from trainer import Trainer, register
 from trainer.metrics.record import Record
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 
 
 class SlowTrainer(Trainer):
@@ -27,4 +27,4 @@ class SlowTrainer(Trainer):
 
 
 pass_gate(f"import {os.environ.get('RANK', '')}")
-register(dataclasses.replace(find_recipe("llama"), name="slow_llama", trainer=SlowTrainer))
+register(dataclasses.replace(find_model("llama"), name="slow_llama", trainer=SlowTrainer))

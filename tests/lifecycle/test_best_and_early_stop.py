@@ -17,7 +17,7 @@ from tests.helpers.launch import Run
 from tests.helpers.tiny import tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoints import command_line as show_checkpoints
-from trainer.config import check_config
+from trainer.config.rules import check_config
 from trainer.export import command_line as export
 from trainer.metrics.record import Record
 

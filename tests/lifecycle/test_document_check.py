@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.helpers.hf_models import KINDS, settings_of
 from tests.helpers.launch import merged, run, tiny
-from trainer import Recipe, Trainer, UserError, load_config, register
+from trainer import ModelSpec, Trainer, UserError, load_config, register
 from trainer.loss import cross_entropy
 from trainer.model.documents import guard_documents
 from trainer.model.parameters import local
@@ -132,7 +132,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "bias by absolute position": lambda: Attention(biased=True),
     "normalization over tokens": NormOverTokens,
 }
-register(Recipe("mixing", Config, lambda config: Model(MIXERS[config.mixer]()), ["blocks.*"]))
+register(ModelSpec("mixing", Config, lambda config: Model(MIXERS[config.mixer]()), ["blocks.*"]))
 
 
 def set_weights(model: nn.Module, kind: str) -> None:

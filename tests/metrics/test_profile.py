@@ -21,7 +21,7 @@ import tests.helpers.tiny
 from tests.helpers.launch import merged, run
 from tests.helpers.tiny import SEQ_LEN, lines, tiny_config
 from trainer import Trainer, UserError, load_config
-from trainer.config import check_config
+from trainer.config.rules import check_config
 from trainer.metrics.profile import fractions_of, ranges_of_steps
 from trainer.metrics.time_breakdown import classify_kernel
 

@@ -14,7 +14,7 @@ from tests.helpers.launch import on_ranks, run
 from tests.helpers.runs import EVALUATED_STEPS, SAVED_STEPS, SharedRun
 from tests.helpers.tiny import fit, full, lines
 from trainer import Sampling, Trainer, UserError, generate_batch, load_config, load_weights
-from trainer.config import check_config
+from trainer.config.rules import check_config
 from trainer.data.tokenizer import find_tokenizer
 from trainer.metrics.hooks import NormWatch
 from trainer.metrics.record import Record

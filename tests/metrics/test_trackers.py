@@ -20,7 +20,7 @@ from tests.helpers.cases import in_campaign
 from tests.helpers.gate import Gate, wait_until
 from tests.helpers.launch import REPOSITORY, run, start
 from tests.helpers.tiny import fit, tiny_config
-from trainer import Trainer, UserError, recipe
+from trainer import Trainer, UserError, registry
 from trainer.metrics import trackers
 from trainer.metrics.trackers import Sender
 
@@ -72,7 +72,7 @@ def install(name: str, code: str, entry_point: str, folder: Path, monkeypatch: p
     (about / "entry_points.txt").write_text(entry_point)
     monkeypatch.syspath_prepend(str(folder))
     # A process reads once what is installed.
-    monkeypatch.setattr(recipe, "_all_entry_points", metadata.entry_points)
+    monkeypatch.setattr(registry, "_all_entry_points", metadata.entry_points)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kept"
 
 
-ENTRY_POINT = "[meshtrainer.sinks]\nkeeper = keeper_of_tests:Keeper\n"
+ENTRY_POINT = "[meshtrainer.trackers]\nkeeper = keeper_of_tests:Keeper\n"
 
 
 def rows_in(file: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tests.helpers.adapters import config_of, plain_loop
 from tests.helpers.cases import campaign_except
 from tests.helpers.native_models import MODELS, folder_of
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.config import LoraSection
+from trainer.config.schema import LoraSection
 from trainer.experts import ExpertAdapter, adapters_of, add_adapter, expert_matmuls, grouped_mm
 from trainer.export import command_line as export_command
 from trainer.model.lora import add_adapters, find_layers, without_adapters

@@ -15,7 +15,7 @@ from tests.helpers.launch import run, tiny
 from tests.helpers.tiny import full, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer import run as run_command
-from trainer.config import check_config
+from trainer.config.rules import check_config
 from trainer.model import shard
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None

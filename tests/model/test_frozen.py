@@ -89,14 +89,14 @@ def test_flops_of_adapters_equal_torchs_count(targets: str, not_gone_back: float
 
 
 def test_flops_without_a_formula_in_the_recipe() -> None:
-    recipe = replace(GPT2, flops=None)
+    spec = replace(GPT2, flops=None)
     config = GPT2.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, max_seq_len=64)
-    model = build(recipe, config)
+    model = build(spec, config)
     matrices = 12 * 32 * 32
     vectors = 13 * 32  # biases and norms of a block
-    assert flops_per_token(recipe, config, model, 8) == 6 * (2 * (matrices + vectors) + 2 * 32)
+    assert flops_per_token(spec, config, model, 8) == 6 * (2 * (matrices + vectors) + 2 * 32)
     model.blocks[0].requires_grad_(False)
-    assert flops_per_token(recipe, config, model, 8) == 6 * (2 * (matrices + vectors) + 2 * 32) - 2 * matrices
+    assert flops_per_token(spec, config, model, 8) == 6 * (2 * (matrices + vectors) + 2 * 32) - 2 * matrices
 
 
 # ---------------------------------------------------------------------------------------------------------------

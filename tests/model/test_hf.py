@@ -32,7 +32,7 @@ from trainer import (
     run,
 )
 from trainer.model.materialize import materialize
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 
 WHOLE_LOGITS = ("gemma2", "granite")
 """Models that change the output of their head: one caps it, one divides it."""
@@ -63,27 +63,27 @@ def tokens() -> torch.Tensor:
 
 
 def config_of(folder: Path) -> Any:
-    recipe = find_recipe("hf")
-    assert recipe.resolve is not None
-    return recipe.resolve(recipe.config(path=str(folder)))
+    spec = find_model("hf")
+    assert spec.resolve is not None
+    return spec.resolve(spec.config(path=str(folder)))
 
 
 def fresh_model(folder: Path) -> Any:
     """Return the unsharded model of a folder with random weights."""
-    recipe = find_recipe("hf")
+    spec = find_model("hf")
     with torch.device("meta"):
-        model = recipe.build_model(config_of(folder))
-    materialize(model, 0, torch.device("cpu"), recipe.init)
+        model = spec.build_model(config_of(folder))
+    materialize(model, 0, torch.device("cpu"), spec.init)
     return model
 
 
 def model_of(folder: Path) -> Any:
     """Return the unsharded model of a folder with its weights, as a run has it."""
-    recipe, config = find_recipe("hf"), config_of(folder)
+    spec, config = find_model("hf"), config_of(folder)
     with torch.device("meta"):
-        model = recipe.build_model(config)
-    materialize(model, 0, torch.device("cpu"), recipe.init, is_loaded_later=lambda name: True)
-    source = recipe.initial_weights(config)
+        model = spec.build_model(config)
+    materialize(model, 0, torch.device("cpu"), spec.init, is_loaded_later=lambda name: True)
+    source = spec.initial_weights(config)
     assert source is not None
     fill(model, source)
     return model.eval().requires_grad_(False)
@@ -192,13 +192,13 @@ def test_texts_of_a_batch_equal_those_generated_alone(kind: str, folders: Folder
 
 
 def test_flops_count_the_experts_that_a_token_goes_to(folders: Folders) -> None:
-    recipe, config = find_recipe("hf"), config_of(folders("qwen3_moe"))
-    assert recipe.flops is not None
+    spec, config = find_model("hf"), config_of(folders("qwen3_moe"))
+    assert spec.flops is not None
     attention, expert, scores = 48 * 16 * (2 * 4 + 2 * 2), 3 * 48 * 32, 2 * (4 * 16) * 32 / 2
-    assert recipe.flops(config, 32) == 6 * (2 * (attention + 2 * expert + 48 * 4 + scores) + 48 * 257)
-    assert recipe.flops(config_of(folders("mamba")), 32) > 0, "it has no attention"
+    assert spec.flops(config, 32) == 6 * (2 * (attention + 2 * expert + 48 * 4 + scores) + 48 * 257)
+    assert spec.flops(config_of(folders("mamba")), 32) > 0, "it has no attention"
     windowed = config_of(folders("mistral"))
-    assert recipe.flops(windowed, 64) - recipe.flops(windowed, 16) == 6 * 2 * 2 * 48 * ((16 - 16**2 / 128) - 8)
+    assert spec.flops(windowed, 64) - spec.flops(windowed, 16) == 6 * 2 * 2 * 48 * ((16 - 16**2 / 128) - 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_flops_count_the_experts_that_a_token_goes_to(folders: Folders) -> None:
 
 def test_rows_of_stacked_experts_are_those_of_transformers(folders: Folders) -> None:
     """Which stacks them when it loads a folder; here only the rows of a rank's experts are read."""
-    source = find_recipe("hf").initial_weights(config_of(folders("qwen3_moe")))
+    source = find_model("hf").initial_weights(config_of(folders("qwen3_moe")))
     assert source is not None
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = load_with_transformers(folders("qwen3_moe"))[0].state_dict()[name]
@@ -236,11 +236,11 @@ def test_added_modules_initialize_themselves(folders: Folders) -> None:
         def reset_parameters(self) -> None:
             torch.nn.init.constant_(self.weight, 5.0)
 
-    recipe = find_recipe("hf")
+    spec = find_model("hf")
     with torch.device("meta"):
-        model: Any = recipe.build_model(config_of(folders("llama")))
+        model: Any = spec.build_model(config_of(folders("llama")))
         model.model.layers[0].added = Added()
-    materialize(model, 0, torch.device("cpu"), recipe.init)
+    materialize(model, 0, torch.device("cpu"), spec.init)
     assert model.model.layers[0].added.weight.eq(5.0).all()
     assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
@@ -248,7 +248,7 @@ def test_added_modules_initialize_themselves(folders: Folders) -> None:
 def test_folder_without_weights_gets_random_ones(folders: Folders, tmp_path: Path) -> None:
     shutil.copy(folders("llama") / "config.json", tmp_path)
     assert config_of(tmp_path).fresh
-    assert find_recipe("hf").initial_weights(config_of(tmp_path)) is None
+    assert find_model("hf").initial_weights(config_of(tmp_path)) is None
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert not config_of(tmp_path).fresh
     with pytest.raises(UserError, match=r"^model\.path=") as refused:
@@ -346,11 +346,11 @@ def test_without_the_library_it_is_one_message(
             raise importlib.metadata.PackageNotFoundError(name)
         return installed
 
-    recipe, config = find_recipe("hf"), config_of(folders("llama"))
-    assert recipe.check is not None
+    spec, config = find_model("hf"), config_of(folders("llama"))
+    assert spec.check is not None
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(UserError) as refused:
-        recipe.check(config)
+        spec.check(config)
     assert installed in str(refused.value)
     assert "transformers" in str(refused.value)
 

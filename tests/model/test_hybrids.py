@@ -20,11 +20,11 @@ from tests.helpers.hf_models import HYBRIDS, STATE_SPACE, folder_of, model_of, o
 from tests.helpers.launch import on_ranks
 from tests.helpers.tiny import lines
 from trainer import Source, Trainer, TrainLoader, UserError, generate_batch, load_config, load_weights
-from trainer.config import LoraSection
+from trainer.config.schema import LoraSection
 from trainer.loss import IGNORE
 from trainer.model.lora import AdaptedLinear, add_adapters
 from trainer.model.units import find_blocks
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 from trainer.sequence import Documents, apply_by_document
 
 LENGTHS = (17, 1, 70, 40)
@@ -37,8 +37,8 @@ EVERYDAY = ("qwen3_next", "nemotron_h", "lfm2")
 def build(kind: str) -> Any:
     """Return the model as a run has it, with the weights of `model_of`."""
     torch.manual_seed(0)
-    there, recipe = model_of(kind), find_recipe("hf")
-    model = recipe.build_model(recipe.config(path="unused", config=there.config.to_dict()))
+    there, spec = model_of(kind), find_model("hf")
+    model = spec.build_model(spec.config(path="unused", config=there.config.to_dict()))
     model.load_state_dict(there.state_dict())
     return model
 
@@ -101,8 +101,8 @@ def test_no_size_of_a_convolution_is_taken_for_a_number_of_tokens() -> None:
     """A convolution has inputs (B, D, T): with D = T it could be taken for the layer that mixes documents."""
     settings = settings_of("lfm2", hidden_size=320, intermediate_size=32)
     torch.manual_seed(0)
-    recipe = find_recipe("hf")
-    model, batch = recipe.build_model(recipe.config(path="unused", config=settings.to_dict())), batch_of(LENGTHS)
+    spec = find_model("hf")
+    model, batch = spec.build_model(spec.config(path="unused", config=settings.to_dict())), batch_of(LENGTHS)
     with torch.no_grad():
         expected = torch.cat([model(part) for part in batch["tokens"].split(list(LENGTHS), 1)], 1)
         torch.testing.assert_close(model(batch["tokens"], documents=batch["documents"]), expected)
@@ -159,7 +159,7 @@ def test_documents_become_rows_of_similar_length() -> None:
 def test_adapters_equal_weights_with_their_product_added(kind: str) -> None:
     """Also in layers whose weight is used without a call of the layer; and every factor gets a gradient."""
     model: Any = build(kind)
-    add_adapters(model, find_blocks(model, find_recipe("hf")), LoraSection(rank=4, alpha=8.0, targets="all-linear"))
+    add_adapters(model, find_blocks(model, find_model("hf")), LoraSection(rank=4, alpha=8.0, targets="all-linear"))
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
     generator, there = torch.Generator().manual_seed(9), model_of(kind)
     with torch.no_grad():

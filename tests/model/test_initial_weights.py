@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.helpers.launch import on_ranks
 from tests.helpers.tiny import full, tiny_config
-from trainer import Recipe, Trainer, load_config, register
+from trainer import ModelSpec, Trainer, load_config, register
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Own(nn.Module):
         return x @ self.table.weight.T
 
 
-register(Recipe("draws", OwnConfig, Own, ["table", "layers.*"]))
+register(ModelSpec("draws", OwnConfig, Own, ["table", "layers.*"]))
 
 
 def digests(folder: Path, *overrides: str) -> dict[str, tuple[float, float, bool]]:
@@ -96,7 +96,7 @@ def digests(folder: Path, *overrides: str) -> dict[str, tuple[float, float, bool
         for name, parameter in trainer.model.named_parameters():
             bits = full(parameter.detach()).contiguous().view(torch.int32).flatten().to(torch.int64)
             weighted = (bits * (1 + torch.arange(bits.numel()) % 65_521)).sum()
-            found[f"{config.recipe.name} {name}"] = (int(bits.sum()), int(weighted), bool(bits.any()))
+            found[f"{config.spec.name} {name}"] = (int(bits.sum()), int(weighted), bool(bits.any()))
         trainer.close()
     return found
 

@@ -22,10 +22,10 @@ from tests.helpers.cases import in_campaign
 from tests.helpers.launch import tiny
 from tests.helpers.native_models import BESIDE, GPT2, LLAMA, SOURCE, TINY, edit, folder_of
 from tests.helpers.tiny import lines
-from trainer import Recipe, Trainer, UserError, load_config, load_weights, run
+from trainer import ModelSpec, Trainer, UserError, load_config, load_weights, run
 from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config import LoraSection
+from trainer.config.schema import LoraSection
 from trainer.export import command_line as export_command
 from trainer.model.lora import add_adapters, parse_adapter, without_adapters
 from trainer.model.materialize import materialize
@@ -296,7 +296,7 @@ def test_export_has_only_the_adapter_unless_merged(
     torch.testing.assert_close(plain["layers.1.feed_forward.w2.weight"].bfloat16(), expected)
 
 
-MODELS: dict[str, tuple[Recipe, Any, str, list[str]]] = {
+MODELS: dict[str, tuple[ModelSpec, Any, str, list[str]]] = {
     "llama": (LLAMA, SOURCE, "llama_small", []),
     "llama tied, some layers": (LLAMA, replace(TINY, tie_embeddings=True), "llama_small", ["lora.targets=[wq,w2]"]),
     "gpt2": (GPT2, GPT2.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, max_seq_len=64), "gpt2", []),

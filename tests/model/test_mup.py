@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers.tiny import fit, tiny_config
-from trainer import Recipe, Trainer, UserError, load_config, register
+from trainer import ModelSpec, Trainer, UserError, load_config, register
 
 BASE = "optim.base_model={dim: 16, num_heads: 2, num_kv_heads: 2, ffn_dim: 32}"
 NARROW = ["model.dim=16", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_dim=32"]
@@ -138,7 +138,7 @@ class OwnModel(nn.Module):
         return self.output(self.hidden(self.embed(tokens)))
 
 
-register(Recipe(name="own_widths", config=OwnConfig, build=OwnModel))
+register(ModelSpec(name="own_widths", config=OwnConfig, build=OwnModel))
 
 
 def test_values_that_suit_their_width_already_are_left_alone(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.helpers.cases import in_campaign
 from tests.helpers.tiny import full, tiny_config
-from trainer import Recipe, Trainer, UserError, load_config, register
-from trainer.config import check_config
+from trainer import ModelSpec, Trainer, UserError, load_config, register
+from trainer.config.rules import check_config
 
 NUM_BLOCKS = 4
 
@@ -84,7 +84,7 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-register(Recipe("offloaded_stack", StackConfig, Stack, ["table", "blocks.*", "head"]))
+register(ModelSpec("offloaded_stack", StackConfig, Stack, ["table", "blocks.*", "head"]))
 
 
 def stack_of(folder: Path, kind: str, share: str) -> Trainer:

@@ -25,7 +25,8 @@ from trainer import RunConfig, Trainer, UserError, load_config, load_weights
 from trainer import run as run_command
 from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config import LoraSection, MeshShape
+from trainer.config.mesh import MeshShape
+from trainer.config.schema import LoraSection
 from trainer.export import command_line as export_command
 from trainer.model.lora import AdaptedLinear, add_adapters
 from trainer.model.network import build_network, training_flops_per_token

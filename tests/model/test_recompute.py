@@ -12,7 +12,7 @@ from tests.helpers.launch import merged, tiny
 from tests.helpers.plan_truth import measure
 from tests.helpers.tiny import tiny_config
 from trainer import Trainer, UserError, load_config
-from trainer.config import check_config
+from trainer.config.rules import check_config
 from trainer.model.shard import check_sharding
 
 

@@ -26,10 +26,10 @@ from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.no_plan import make_no_plan
 from tests.helpers.plan_truth import CollectiveLog, as_logged
 from tests.helpers.tiny import full
-from trainer import Recipe, RunConfig, Trainer, TrainLoader, UserError, load_config, register
+from trainer import ModelSpec, RunConfig, Trainer, TrainLoader, UserError, load_config, register
 from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config import MeshShape
+from trainer.config.mesh import MeshShape
 from trainer.data.opening import open_source
 from trainer.model.gradients import gradient_sync, norm_and_clip_factor
 from trainer.model.materialize import materialize
@@ -70,7 +70,7 @@ def losses_of(recipe: str, overrides: list[str]) -> list[float]:
 def plain_model(config: RunConfig) -> nn.Module:
     """Return the unsharded model, without FSDP, with the initial weights of every mesh."""
     with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+        model = config.spec.build_model(config.model)
     materialize(model, config.run.seed, torch.device("cpu"))
     return model
 
@@ -774,8 +774,8 @@ class Partly(nn.Module):
         return self.out(x)
 
 
-register(Recipe("partly_frozen", PartlyConfig, Partly, ["table", "blocks.*", "unused", "out"]))
-register(Recipe("partly_frozen_in_root", PartlyConfig, Partly, ["blocks.*"]))
+register(ModelSpec("partly_frozen", PartlyConfig, Partly, ["table", "blocks.*", "unused", "out"]))
+register(ModelSpec("partly_frozen_in_root", PartlyConfig, Partly, ["blocks.*"]))
 
 FROZEN = ["table.weight", "blocks.1.weight", "blocks.1.bias", "blocks.2.bias"]
 STILL = [*FROZEN, "unused.weight", "unused.bias"]
@@ -872,7 +872,7 @@ def fill_unusual(module: nn.Module) -> None:
             extra.fill_(1)
 
 
-register(Recipe("unusual", UnusualConfig, Unusual, ["blocks.*"], init=fill_unusual))
+register(ModelSpec("unusual", UnusualConfig, Unusual, ["blocks.*"], init=fill_unusual))
 
 
 def unusual(folder: Path, kind: str, *more: str) -> RunConfig:

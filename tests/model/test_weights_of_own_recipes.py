@@ -13,9 +13,9 @@ from torch import nn
 import trainer
 from tests.helpers.native_models import Memory
 from tests.helpers.tiny import full
-from trainer import Recipe, Trainer, UserError, load_config, register
+from trainer import ModelSpec, Trainer, UserError, load_config, register
+from trainer.config.declare import declare
 from trainer.model.materialize import materialize
-from trainer.recipe import declare
 
 
 class Table(nn.Embedding):
@@ -58,7 +58,9 @@ def weights_of(config: StoredConfig) -> Memory:
 
 
 register(
-    Recipe("stored", StoredConfig, lambda config: StoredTensor(config.vocab_size), resolve=settle, weights=weights_of)
+    ModelSpec(
+        "stored", StoredConfig, lambda config: StoredTensor(config.vocab_size), resolve=settle, weights=weights_of
+    )
 )
 
 

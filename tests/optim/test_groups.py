@@ -15,7 +15,8 @@ from tests.helpers.launch import run
 from tests.helpers.plain_model import plain_model
 from tests.helpers.tiny import fit
 from trainer import UserError, load_config
-from trainer.config import OptimSection, check_config
+from trainer.config.rules import check_config
+from trainer.config.schema import OptimSection
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import build_optimizer
 

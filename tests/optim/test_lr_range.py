@@ -13,7 +13,7 @@ import torch
 from tests.helpers.launch import merged, run, tiny
 from tests.helpers.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config
-from trainer.config import check_config
+from trainer.config.rules import check_config
 
 RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
 

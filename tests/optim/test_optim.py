@@ -17,8 +17,8 @@ from tests.helpers.launch import tiny
 from tests.helpers.plain_model import plain_model
 from tests.helpers.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.config import OptimSection, ScheduleSection, TrainSection
 from trainer.config.rules import check_schedule
+from trainer.config.schema import OptimSection, ScheduleSection, TrainSection
 from trainer.data.opening import resolve_from_data
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, step_on_device

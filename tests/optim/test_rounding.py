@@ -16,7 +16,8 @@ from tests.helpers.comparing import load_tensors
 from tests.helpers.launch import merged, on_ranks, tiny
 from tests.helpers.tiny import fit, full, lines, tiny_config
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.config import OptimSection, check_config
+from trainer.config.rules import check_config
+from trainer.config.schema import OptimSection
 from trainer.export import export_checkpoint
 from trainer.optim.optimizer import Optimizer, build_optimizer
 

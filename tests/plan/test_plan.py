@@ -30,12 +30,15 @@ from tests.helpers.plan_truth import (
 )
 from tests.helpers.tiny import lines
 from trainer import Trainer, UserError, load_config
-from trainer.config import AUTO, MeshShape, check_config, recipe_description, recipe_files, resolve_expert_method
-from trainer.config.rules import offloaded_fraction
+from trainer.config.experts import resolve_expert_method
+from trainer.config.mesh import MeshShape
+from trainer.config.recipe_files import recipe_description, recipe_files
+from trainer.config.rules import check_config, offloaded_fraction
+from trainer.config.schema import AUTO
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.probe import Probe
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 
 SHALLOW = ["model.num_layers=6", "data.seq_len=2048"]
 FULL, SELECTIVE = "train.activation_checkpoint=full", "train.activation_checkpoint=selective"
@@ -356,7 +359,7 @@ def trains_a_folder(recipe: str) -> bool:
 def write_1b(folder: Path) -> str:
     """Write the configuration of Llama 3.2 1B, and return the setting that names its folder."""
     config = load_config("llama3_1b").model
-    stated = {"model_type": "llama", **dict(find_recipe("llama").hf.config(config))}  # type: ignore[union-attr]
+    stated = {"model_type": "llama", **dict(find_model("llama").hf.config(config))}  # type: ignore[union-attr]
     (folder / "config.json").write_text(json.dumps(stated))
     (folder / "tokenizer.json").write_text("{}")
     return f"model.path={folder}"
@@ -489,7 +492,7 @@ def test_out_of_memory_ends_with_advice(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_out_of_memory_in_a_custom_script_ends_with_advice(tmp_path: Path) -> None:
     config = load_config("llama_small", [*GREEDY, "data.source=synthetic", f"run.dir={tmp_path / 'script'}"])
-    trainer = config.recipe.trainer_class(Trainer)(config)
+    trainer = config.spec.trainer_class(Trainer)(config)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit()
     trainer.close()

@@ -32,7 +32,7 @@ def test_cache_and_temporaries_are_those_of_a_generation() -> None:
     assert found["cache"] >= TEXTS * (PROMPT + COMPLETION) * KV_BYTES
     config = load_config("llama_small", own)
     model = build_network(config)
-    materialize(model, 0, torch.device("cpu"), config.recipe.init)
+    materialize(model, 0, torch.device("cpu"), config.spec.init)
     meter = StorageMeter()
     with meter.running():
         for tensor in (*model.parameters(), *model.buffers()):

@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers", reason="an objective's chats are tokenized wit
 from tests import compatibility
 from tests.compatibility import FEATURES, KINDS, WORKS, Pair
 from trainer import UserError
-from trainer.config import check_config
+from trainer.config.rules import check_config
 
 REFUSED = [
     Pair("llama", ("exchange",)),

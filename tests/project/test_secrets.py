@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.commands import meshtrainer
 from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config, run
-from trainer.config import check_config
+from trainer.config.rules import check_config
 from trainer.errors import print_stderr, print_stdout
 
 SECRET = "hunter2"

@@ -16,7 +16,7 @@ from trainer import Trainer, UserError, load_config, load_weights, run
 EVIL = "evil_module_of_tests"
 CODE = """
 import dataclasses
-from trainer.recipe import find_recipe, register
+from trainer.registry import find_model, register
 
 register(dataclasses.replace(find_recipe("llama"), name="x"))
 

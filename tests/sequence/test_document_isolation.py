@@ -13,7 +13,7 @@ from torch import nn
 from tests.helpers.slices import LENGTHS, TINY, inputs, numbers, spans
 from trainer import sequence
 from trainer.loss import IGNORE, find_loss
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 from trainer.sequence import Documents, attend, attention, compute_cu_seqlens, positions
 
 
@@ -100,8 +100,8 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    recipe = find_recipe(name)
-    model = recipe.build_model(recipe.config(**SHAPES[name]))
+    spec = find_model(name)
+    model = spec.build_model(spec.config(**SHAPES[name]))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))  # so that nothing is too small to matter
@@ -154,7 +154,7 @@ def test_documents_do_not_influence_each_other(name: str, lengths: list[list[int
         before, after = (model(tokens, **given) for tokens in (batch["tokens"], changed))
         joined = model(changed) - model(batch["tokens"])
     # How many tokens an expert gets decides how their products are added up, on several threads.
-    tolerance = 1e-5 if find_recipe(name).experts else 0.0
+    tolerance = 1e-5 if find_model(name).experts else 0.0
     torch.testing.assert_close(after[~there], before[~there], rtol=0.0, atol=tolerance)
     assert joined[~there].abs().max() > 1e-3, "it would be seen"
     embedded: list[torch.Tensor] = []

@@ -25,9 +25,9 @@ from tests.helpers import tiny
 from tests.helpers.launch import REPOSITORY, launch, merged, on_ranks
 from tests.helpers.launch import tiny as launch_tiny
 from tests.helpers.tiny import full, lines
-from trainer import Recipe, RunConfig, Source, Trainer, TrainLoader, UserError, load_config, register, run
+from trainer import ModelSpec, RunConfig, Source, Trainer, TrainLoader, UserError, load_config, register, run
 from trainer.metrics.record import Record
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 
 Batch = dict[str, torch.Tensor]
 
@@ -632,15 +632,17 @@ class BigramTrainer(DoubleLoss):
     """Has a custom loss, so that its use can be detected."""
 
 
-register(Recipe("bigram", BigramConfig, Bigram, ["table", "out"], trainer=BigramTrainer))
+register(ModelSpec("bigram", BigramConfig, Bigram, ["table", "out"], trainer=BigramTrainer))
 register(
-    Recipe("bigram_by_name", BigramConfig, Bigram, ["table"], trainer="tests.trainer.test_custom_loops:BigramTrainer")
+    ModelSpec(
+        "bigram_by_name", BigramConfig, Bigram, ["table"], trainer="tests.trainer.test_custom_loops:BigramTrainer"
+    )
 )
 
 
 @pytest.mark.parametrize("name", ["bigram", "bigram_by_name"])
 def test_external_recipe_with_its_own_trainer(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert find_recipe(f"tests.trainer.test_custom_loops:{name}").trainer_class(Trainer) is BigramTrainer
+    assert find_model(f"tests.trainer.test_custom_loops:{name}").trainer_class(Trainer) is BigramTrainer
     file = tmp_path / "bigram.yaml"
     file.write_text(f"# A bigram model.\nmodel: {{name: 'tests.trainer.test_custom_loops:{name}', width: 4}}\n")
     overrides = ["data.source=synthetic", "data.seq_len=16", "train.steps=2", "run.threads=1", "eval.every=0"]
@@ -659,14 +661,14 @@ def test_recipes_of_an_installed_package_are_found(tmp_path: Path) -> None:
     metadata = tmp_path / "announcing-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: announcing\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[meshtrainer.recipes]\nany = announcing\n")
+    (metadata / "entry_points.txt").write_text("[meshtrainer.models]\nany = announcing\n")
     (tmp_path / "announcing.py").write_text(
-        "from trainer import Recipe, register\n"
-        "from trainer.recipe import find_recipe\n"
-        "llama = find_recipe('llama')\n"
-        "register(Recipe('announced', llama.config, llama.build, llama.units))\n"
+        "from trainer import ModelSpec, register\n"
+        "from trainer.registry import find_model\n"
+        "llama = find_model('llama')\n"
+        "register(ModelSpec('announced', llama.config, llama.build, llama.units))\n"
     )
-    asked = "import trainer; print(trainer.load_config('llama_small', ['model.name=announced']).recipe.name)"
+    asked = "import trainer; print(trainer.load_config('llama_small', ['model.name=announced']).spec.name)"
     variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     found = launch([sys.executable, "-c", asked], tmp_path, variables).wait()
     assert (found.code, found.out) == (0, "announced\n"), found.err

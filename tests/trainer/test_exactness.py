@@ -42,7 +42,7 @@ def test_a_plain_pytorch_loop_gives_the_same_losses(one: SharedRun) -> None:
 def plain_loop(config: Any) -> tuple[list[float], list[float], list[int]]:
     """Train as a plain script would: no FSDP, no trainer, full batches, plain cross-entropy and AdamW."""
     with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+        model = config.spec.build_model(config.model)
     materialize(model, config.run.seed, torch.device("cpu"))
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "tok_embeddings" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "tok_embeddings" in n]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.tiny import fit, lines, tiny_config
 from trainer import Trainer
-from trainer.config import OptimSection
+from trainer.config.schema import OptimSection
 from trainer.data.loader import Batch
 from trainer.errors import TrainingFailed
 from trainer.optim.optimizer import build_optimizer

@@ -288,7 +288,7 @@ def test_logits_in_bf16_are_summed_in_fp32() -> None:
 def model_of(recipe: str, *overrides: str) -> nn.Module:
     config = load_config(recipe, [*tiny(*overrides)])
     with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+        model = config.spec.build_model(config.model)
     materialize(model, 0, torch.device("cpu"))
     return model
 
@@ -329,4 +329,4 @@ def test_losses_by_token_of_a_model_that_sums_itself_are_refused() -> None:
     few = [item for item in tiny("model.balance=0.1", "model.expert_dim=8") if "ffn_dim" not in item]
     mixture = load_config("qwen3_moe_small", few)
     with pytest.raises(UserError, match=r"model\.balance=0"):
-        token_logprobs(mixture.recipe.build_model(mixture.model).train(), batch)
+        token_logprobs(mixture.spec.build_model(mixture.model).train(), batch)

@@ -18,9 +18,9 @@ import torch
 from tests.helpers.cases import in_campaign
 from trainer import UserError, load_config
 from trainer.config.location import locate
-from trainer.config.pretrained import find_native_recipe, generic_model_of
+from trainer.config.pretrained import find_native, generic_model_of
 from trainer.model.network import build_network
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 from trainer.weights.exporting import ModelFiles, export, read_model_files
 from trainer.weights.loading import build_meta_model, load_unsharded, open_weights
 
@@ -208,7 +208,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     found = {}
     for name, (kind, entries) in BASES.items():
         folder = tmp_path_factory.mktemp("config")
-        transformers.CONFIG_MAPPING[kind](architectures=[find_recipe(kind).hf.architecture], **entries).save_pretrained(
+        transformers.CONFIG_MAPPING[kind](architectures=[find_model(kind).hf.architecture], **entries).save_pretrained(
             folder
         )
         found[name] = json.loads((folder / "config.json").read_text())
@@ -259,7 +259,7 @@ def outcome(content: dict[str, Any], folder: Path, uses_library: bool = False) -
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "model.safetensors").unlink(missing_ok=True)
     try:
-        found = generic_model_of(folder) if uses_library else find_native_recipe(folder)
+        found = generic_model_of(folder) if uses_library else find_native(folder)
         if found is None:
             return "declined"
         recipe, config = found
@@ -350,7 +350,7 @@ def test_an_entry_that_a_recipe_does_not_know_is_named(contents: dict[str, dict[
     assert str(refused.value).startswith(f"train.init_from={tmp_path}: config.json: sliding_window=4")
     config = load_config("llama_small", ["model.name=auto", f"model.path={tmp_path}"])
     assert config.model.name == "hf"
-    assert any("sliding_window=4" in note for note in config.recipe.notes_on(config.model, build_network(config)))
+    assert any("sliding_window=4" in note for note in config.spec.notes_on(config.model, build_network(config)))
 
 
 @pytest.mark.parametrize("model", ["auto", "hf"])
@@ -458,6 +458,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_published_models_are_native(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | PUBLISHED[kind]))
-    found = find_native_recipe(tmp_path)
+    found = find_native(tmp_path)
     assert found is not None
     assert found[0].name == kind

@@ -15,7 +15,7 @@ from torch import nn
 from tests.helpers.native_models import build, export_model, load_with_transformers
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.export import export_checkpoint
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 
 ABSENT = object()
 """Removes an entry from config.json."""
@@ -283,7 +283,7 @@ def write_folder(folder: Path, kind: str, weights: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(bytes([2, *[0] * 7]) + b"{}")  # no tensor: only the shape is asked
     config = replace(config_of(write_config(folder, BASE[kind]), kind).model, **weights)
-    recipe = find_recipe(kind)
+    recipe = find_model(kind)
     fields = {name: value for name, value in vars(config).items() if name in recipe.config.__dataclass_fields__}
     shutil.rmtree(folder)
     export_model(build(recipe, recipe.config(**fields)), recipe, recipe.config(**fields), folder)
@@ -349,7 +349,7 @@ def test_variant_is_computed_like_transformers(name: str, tmp_path: Path) -> Non
     assert torch.equal(logits_of(load_weights(tmp_path / "out")), ours)
     assert torch.equal(logits_of(load_with_transformers(tmp_path / "out")), expected)
     dtype = {key: "float32" for key in ("dtype", "torch_dtype") if key in content}
-    named = {"architectures": [find_recipe(variant.kind).hf.architecture], "exported_by": "meshtrainer"}
+    named = {"architectures": [find_model(variant.kind).hf.architecture], "exported_by": "meshtrainer"}
     kept = {key: value for key, value in (variant.content | dtype | named).items() if value is not None}
     assert {key: content.get(key) for key in kept} == kept, "what the folder says stays, whatever is added"
 

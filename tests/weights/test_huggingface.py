@@ -36,11 +36,11 @@ from tests.helpers.native_models import (
     load_with_transformers,
     tokenizer_json,
 )
-from trainer import HuggingFace, Recipe, Transposed, UserError, fill, load_config, load_weights
+from trainer import HuggingFace, ModelSpec, Transposed, UserError, fill, load_config, load_weights
 from trainer.model.materialize import materialize
 from trainer.model.parameters import local_box
 from trainer.model.shard import apply_sharding
-from trainer.recipe import find_recipe, register
+from trainer.registry import find_model, register
 from trainer.weights.exporting import export
 
 INDEX = "model.safetensors.index.json"
@@ -254,7 +254,7 @@ NAMES = {
     "norm.*": "odd.norm.*",
     "out.*": "score.*",
 }
-ODD = Recipe(
+ODD = ModelSpec(
     "odd",
     OddConfig,
     Odd,
@@ -523,7 +523,7 @@ def measure_export(name: str, dtype: torch.dtype | None, folder: Path) -> tuple[
     def mib(field: str) -> float:
         return int(re.search(field + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
 
-    recipe = find_recipe(name)
+    recipe = find_model(name)
     config = recipe.config(vocab_size=60000, dim=1536, num_layers=2, num_heads=12)
     with torch.device("meta"):
         model = recipe.build_model(config)

@@ -13,7 +13,7 @@ from tests.helpers.commands import meshtrainer
 from tests.helpers.data import write_shards
 from tests.helpers.native_models import folder_of, tokenizer_json
 from trainer import Trainer, UserError, load_config
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.export import export_checkpoint
 
 pytest.importorskip("tokenizers", reason="a model's tokenizer is read with the library `tokenizers`")

@@ -71,7 +71,7 @@ def check_compatible(
             best = nearest(entry.removeprefix("state."), names)
             meant = [f"state.{best}"] if best else None
             fix = "" if best else "leave it out, or name one of these"
-            raise setting_error("checkpoint.allow_changes", [entry], rule, meant=meant, fix=fix)
+            raise setting_error("checkpoint.allow_changes", [entry], rule, proposal=meant, fix=fix)
     by_part: dict[str, list[str]] = {}
     left_out = set()
     for name, stateful in [*state.parts.items(), *state.per_rank_parts.items()]:

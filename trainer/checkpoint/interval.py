@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.metrics.goodput import RunHistory
 
 MAX_INTERVAL_S = 7200.0

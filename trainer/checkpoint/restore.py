@@ -35,7 +35,8 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.messages import DamagedCheckpoint, describe_failures
 from trainer.checkpoint.state_parts import SharedState, StatePart, join_state, rank_state_from_bytes, split_state
 from trainer.checkpoint.storage import DAMAGED, MANIFEST, Damaged, Storage, describe, list_configured_folder
-from trainer.config import RunConfig, compare_configs
+from trainer.config.changes import compare_configs
+from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 

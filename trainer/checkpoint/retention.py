@@ -14,7 +14,7 @@ from itertools import islice
 
 from trainer.checkpoint.manifest import Manifest, checkpoint_name, list_steps, read_manifest
 from trainer.checkpoint.storage import SUSPECT, Damaged, Storage
-from trainer.config import CheckpointSection
+from trainer.config.schema import CheckpointSection
 from trainer.errors import UserError
 from trainer.metrics.console import readable_bytes
 

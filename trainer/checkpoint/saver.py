@@ -18,7 +18,7 @@ from trainer.checkpoint.manifest import checkpoint_name
 from trainer.checkpoint.retention import find_best
 from trainer.checkpoint.saves import Checkpoints, SaveResult
 from trainer.checkpoint.storage import SUSPECT, describe
-from trainer.config import CheckpointSection, RunConfig
+from trainer.config.schema import CheckpointSection, RunConfig
 from trainer.distributed.monitor import Monitor
 from trainer.errors import TrainingFailed, UserError
 from trainer.files import local_path

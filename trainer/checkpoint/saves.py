@@ -39,7 +39,7 @@ from trainer.checkpoint.messages import DiskFull, UnsavableState, describe_failu
 from trainer.checkpoint.retention import RetentionPolicy
 from trainer.checkpoint.snapshot import Snapshot, collect, keys_differing_between_ranks, take_snapshot
 from trainer.checkpoint.storage import Storage, describe
-from trainer.config import CheckpointSection
+from trainer.config.schema import CheckpointSection
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError

@@ -30,7 +30,7 @@ from trainer.checkpoint.storage import (
     is_same_location,
 )
 from trainer.errors import TrainingFailed, UserError
-from trainer.recipe import StoredTensors
+from trainer.model_spec import StoredTensors
 
 _MAX_ATTEMPTS = 50
 """Maximum number of attempts to open the newest checkpoint of a live run, which may be pruning it."""

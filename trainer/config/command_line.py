@@ -19,7 +19,7 @@ from trainer.config.recipe_files import recipe_description, recipe_files
 from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.errors import UserError, choice_error, nearest, printable, setting_error
 from trainer.objective import all_objectives
-from trainer.recipe import all_recipes
+from trainer.registry import all_models
 
 # ---------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -111,7 +111,7 @@ def missing_recipe_error(usage: str, overrides: Collection[str]) -> UserError:
 def _parse_nproc(text: str) -> int:
     rule = f"must be a number of processes, from 1 to {_MAX_PROCESSES}"
     if not text.isdecimal() or len(text) > 9:
-        raise setting_error("nproc", text, rule, example=1)
+        raise setting_error("nproc", text, rule, proposal=1)
     if not 1 <= int(text) <= _MAX_PROCESSES:
         raise setting_error("nproc", text, rule, min(max(1, int(text)), _MAX_PROCESSES))
     return int(text)
@@ -176,7 +176,7 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     all_sections.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
     for name in sections or all_sections:
         if name == "model":
-            recipes = all_recipes() if config is None else [config.recipe]
+            recipes = all_models() if config is None else [config.spec]
             parts += [
                 _section_help(f"model (model.name={r.name})", r.config, declared_keys(r.config), config)
                 for r in recipes

@@ -55,7 +55,7 @@ def expert_parallel_choices(config: RunConfig, shape: MeshShape, ranks_per_node:
     if methods == ["auto"]:
         methods = ["gather", "exchange"]
     choices = [with_expert(config, 1, config.mesh.expert_method)]
-    for size in expert_sizes(ranks_per_node) if config.recipe.declares_experts(config.model) else []:
+    for size in expert_sizes(ranks_per_node) if config.spec.declares_experts(config.model) else []:
         for method in methods:
             candidate = resolve_expert_method(with_expert(config, size, method), ranks_per_node)
             with contextlib.suppress(UserError):
@@ -71,8 +71,8 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     expert = config.expert
     if expert == 1:
         return
-    if not config.recipe.declares_experts(config.model):
-        rule = f"recipe {config.recipe.name!r} declares no experts to divide among ranks (Recipe(experts=...))"
+    if not config.spec.declares_experts(config.model):
+        rule = f"model {config.spec.name!r} declares no experts to divide among ranks (ModelSpec(experts=...))"
         raise setting_error("mesh.expert", expert, rule, 1)
     num_experts = getattr(config.model, "num_experts", None)
     if shape.shard % expert:
@@ -104,7 +104,7 @@ def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
     `fsdp.reshard_after_forward`.  With `mesh.expert`, each rank gathers only a few experts, which are cheap to copy.
     """
     num_experts = getattr(config.model, "num_experts", None)
-    if num_experts is None or not config.recipe.declares_experts(config.model):
+    if num_experts is None or not config.spec.declares_experts(config.model):
         return ""
     if config.mesh.expert != 1 or shape.shard <= num_experts:
         return ""

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from trainer.config.declare import check_number, union_members
 from trainer.config.messages import (
     example_value,
     suggest_value,
@@ -27,7 +28,6 @@ from trainer.config.messages import (
 from trainer.config.schema import SUBSECTIONS, RunConfig
 from trainer.errors import UserError, as_argument, as_typed, choice_error, setting_error
 from trainer.objective import Tokens
-from trainer.recipe import check_number, union_members
 
 EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 """The part of an error message that says what is wrong with an empty value."""
@@ -122,12 +122,12 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
     if not text and not key.startswith("model."):
         example = "null" if type(None) in options else None
         raise setting_error(
-            key, text, EMPTY_VALUE_PROBLEM, example=example, fix="" if example else "leave it out, or give a value"
+            key, text, EMPTY_VALUE_PROBLEM, proposal=example, fix="" if example else "leave it out, or give a value"
         )
     if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
         rule = f"must be {type_name(hint)}: with a leading zero or a colon it would be read in base 8 or 60"  # YAML 1.1
         meant = None if ":" in text else int(text)
-        raise setting_error(key, text, rule, meant=meant, fix="" if meant is not None else "write one number")
+        raise setting_error(key, text, rule, proposal=meant, fix="" if meant is not None else "write one number")
     if type(None) in options and text in ("null", "~"):
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
@@ -169,7 +169,7 @@ def assign(
         rule = f"must be {known_keys[key].metadata.get('form', type_name(hint))}{where}"
         suggestion = known_keys[key].metadata.get("aliases", {}).get(str(value).lower())
         if suggestion is not None:
-            raise setting_error(key, value, rule, meant=suggestion) from error
+            raise setting_error(key, value, rule, proposal=suggestion) from error
         raise setting_error(key, text or value, rule, **suggest_value(value, hint, known_keys[key])) from error
 
 

@@ -20,7 +20,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.stored import CONFIG, check_imports, is_written_by_run, read_stored, reject_masked
 from trainer.errors import reject_credentials, remember_secrets, setting_error
 from trainer.objective import find_objective
-from trainer.recipe import find_recipe
+from trainer.registry import find_model
 
 
 def load_config(
@@ -85,7 +85,7 @@ def _build(resolution: Resolution) -> RunConfig:
     if name is None:
         raise missing_model_error(values, resolution.path)
     allowed_modules = resolution.allow_import if resolution.is_stored else None
-    model = find_recipe(str(name), allowed_modules).config
+    model = find_model(str(name), allowed_modules).config
     objective: type = find_objective(objective_name(keys), allowed_modules)
     tree, legal = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
     for key, value in values.items():

@@ -202,10 +202,10 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     if shape.shard % context:
         rule = f"must divide the shard axis, {shape.shard}: consecutive ranks on it hold slices of the same sequences"
         raise setting_error("mesh.context", context, rule, nearest_divisor(context, shape.shard))
-    if not config.recipe.context:
+    if not config.spec.context:
         rule = (
-            f"recipe {config.recipe.name!r} does not declare that only trainer.sequence mixes or counts its tokens "
-            "(Recipe(context=True))"
+            f"model {config.spec.name!r} does not declare that only trainer.sequence mixes or counts its tokens "
+            "(ModelSpec(context=True))"
         )
         raise setting_error("mesh.context", context, rule, 1)
     if not config.objective.context:

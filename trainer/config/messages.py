@@ -17,8 +17,8 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
+from trainer.config.declare import union_members
 from trainer.errors import UserError, as_argument, as_typed, nearest, setting_error
-from trainer.recipe import union_members
 
 # ---------------------------------------------------------------------------------------------------------------
 # Unknown keys, options and arguments
@@ -323,19 +323,19 @@ _BOOLEAN_WORDS = {
 
 
 def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Return the keyword arguments of `setting_error` (`legal`, `meant` or `example`) for a value of the wrong type."""
+    """Return the keyword arguments of `setting_error` (`proposal`) for a value of the wrong type."""
     options = union_members(hint)
     if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
-        return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
+        return {"proposal": max(round(value), key.metadata.get("at_least", -math.inf))}
     if bool in options:
         meant = _BOOLEAN_WORDS.get(str(value).lower(), nearest(value, ("true", "false")))
-        return {"meant": bool(value) if isinstance(value, int) else meant}
+        return {"proposal": bool(value) if isinstance(value, int) else meant}
     default = None if key.default is dataclasses.MISSING else key.default
     for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
         items_given = value if isinstance(value, list) else [value]
         if items[0] is str and isinstance(value, str):
             is_all = value.lower() in _WORDS_FOR_ALL and key.name in _EXAMPLES
-            return {"example": _EXAMPLES[key.name]} if is_all else {"legal": items_given}
+            return {"proposal": _EXAMPLES[key.name]} if is_all else {"proposal": items_given}
         numbers = [
             round(n) if items[0] is int else n
             for n in items_given
@@ -343,18 +343,18 @@ def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[st
         ]
         if numbers and items[0] in (int, float):
             defaults = list(default or numbers[-1:] * len(items))[len(numbers) :]
-            return {"legal": numbers if Ellipsis in items else (numbers + defaults)[: len(items)]}
+            return {"proposal": numbers if Ellipsis in items else (numbers + defaults)[: len(items)]}
     if float in options or int in options:
         number = _parse_number(str(value), key.name)
         if number is None or not (float in options or number.is_integer()):
-            return {"example": example_value(key)}
-        return {"meant": int(number) if number.is_integer() else number}
+            return {"proposal": example_value(key)}
+        return {"proposal": int(number) if number.is_integer() else number}
     for values in (typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict):
         if (meant := _parse_unspaced_mapping(value)) is not None and values is str:
-            return {"meant": meant}
+            return {"proposal": meant}
         form = {"a": "a.jsonl", "b": "b/*.bin"} if values is str else {"a": 0.7, "b": 0.3}
-        return {"example": _EXAMPLES.get(key.name, form) if default is None else default}
-    return {"example": example_value(key)}
+        return {"proposal": _EXAMPLES.get(key.name, form) if default is None else default}
+    return {"proposal": example_value(key)}
 
 
 def _parse_unspaced_mapping(value: Any) -> dict[str, str] | None:

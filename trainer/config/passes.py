@@ -38,7 +38,7 @@ from trainer.config.location import locate
 from trainer.config.mesh import MeshShape, resolve_context_method
 from trainer.config.pretrained import (
     DeclaredModel,
-    find_native_recipe,
+    find_native,
     free_fields,
     has_config_only,
     read_declared_model,
@@ -58,7 +58,7 @@ from trainer.config.stored import (
     section_of,
 )
 from trainer.errors import UserError, setting_error
-from trainer.recipe import find_recipe, import_object
+from trainer.registry import find_model, import_object
 
 if TYPE_CHECKING:
     from trainer.distributed.world import World
@@ -149,7 +149,7 @@ def inherit(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     while (parent := merged.pop(PARENT, None)) is not None:
         rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {ancestors[-1]})"
         if not isinstance(parent, str):
-            raise setting_error(PARENT, parent, rule, example="llama_small")
+            raise setting_error(PARENT, parent, rule, proposal="llama_small")
         local_parent = ancestors[-1].parent / parent
         parent_file = find_recipe_file(str(local_parent) if local_parent.exists() else parent).resolve()
         if parent_file in ancestors:
@@ -401,14 +401,14 @@ def auto_model(keys: Keys, resolution: Resolution) -> Keys:
     )
     if not folder:
         rule = "model.name=auto needs a Hugging Face model folder"
-        raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
+        raise setting_error("model.path", None, rule, proposal="models/Qwen3-8B")
     folder = str(Path(str(folder).removeprefix("file://")).expanduser().absolute())
-    native = find_native_recipe(folder, "model.path")
+    native = find_native(folder, "model.path")
     model_keys = {key for key in requested if key.startswith("model.") and key != "model.name"}
     fields = {f"model.{f.name}" for f in dataclasses.fields(native[0].config)} if native else set()
     command_keys = {key: text for key, text in assignments.items() if key != "model.name"}
     if native is None or not model_keys - set(_GENERIC_KEYS) <= fields:
-        return Keys(file_keys | {"model.name": find_recipe("hf").name, "model.path": folder}, command_keys)
+        return Keys(file_keys | {"model.name": find_model("hf").name, "model.path": folder}, command_keys)
     recipe, config = native
     resolved = {key: value for key, value in file_keys.items() if key not in _GENERIC_KEYS}
     declared = {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -452,7 +452,7 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
     Fields set on the command line keep their values, and so do free fields set in a file.  Runs before references such
     as ${model.dim} are resolved, so that they refer to the new values.
     """
-    source, recipe = tree.train.init_from, find_recipe(str(tree.model.name))
+    source, recipe = tree.train.init_from, find_model(str(tree.model.name))
     if source is None:
         return tree
     location = locate(source)
@@ -483,11 +483,11 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
 
 
 def recipe_fields(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Let the recipe compute the model fields that follow from others (`Recipe.resolve`).
+    """Let the recipe compute the model fields that follow from others (`ModelSpec.resolve`).
 
     The first pass over the RunConfig, because other passes depend on these fields, for example on the model's width.
     """
-    model = config.model if config.recipe.resolve is None else config.recipe.resolve(config.model)
+    model = config.model if config.spec.resolve is None else config.spec.resolve(config.model)
     return replace(config, model=model)
 
 

@@ -1,7 +1,7 @@
 """Reads a recipe's model fields from the config.json of a Hugging Face model folder, and checks the folder's files.
 
 The fields are compared with the run's configuration before the model is built, because weights of the same shapes may
-belong to another model, for example one with a different `rope_theta` or number of heads.  `Recipe.hf` says how entries
+belong to another model, for example one with a different `rope_theta` or number of heads.  `ModelSpec.hf` says how entries
 of config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
 torch.
 """
@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer import gguf_model, hub
+from trainer.config.declare import check_number, union_members
 from trainer.errors import UserError, setting_error, yaml_scalar
 from trainer.files import parse_json, read_json, symlink_target_outside
-from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe, union_members
+from trainer.model_spec import HuggingFace, ModelSpec
+from trainer.registry import all_models, find_model
 
 CONFIG_JSON = "config.json"
 
@@ -88,15 +90,15 @@ _SWITCHED_OFF = {
 """Entries of config.json that have no effect on what any model computes, as long as they have this value."""
 
 
-def find_huggingface(recipe: Recipe) -> HuggingFace:
+def find_huggingface(spec: ModelSpec) -> HuggingFace:
     """Return the recipe's Hugging Face mapping.  Raises UserError if it has none."""
-    if recipe.hf is None:
+    if spec.hf is None:
         raise UserError(
-            f"recipe {recipe.name!r} has no mapping to Hugging Face: give it "
+            f"model {spec.name!r} has no mapping to Hugging Face: give it "
             "hf=HuggingFace(model_type=..., architecture=..., names=..., config=..., model_fields=...), as "
-            "trainer.recipe.HuggingFace describes; recipes/llama/huggingface.py is an example"
+            "trainer.model_spec.HuggingFace describes; recipes/llama/huggingface.py is an example"
         )
-    return recipe.hf
+    return spec.hf
 
 
 def stored_dtype(path: str | Path) -> str | None:
@@ -153,7 +155,7 @@ def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
     }
 
 
-def read_declared_model(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:
+def read_declared_model(folder: str | Path, spec: ModelSpec, setting: str) -> DeclaredModel | None:
     """Return the model that a folder declares, as fields of `recipe`; None if it has no config.json.
 
     Raises a UserError that starts with `setting` if config.json is invalid or describes a model that the recipe cannot
@@ -163,18 +165,18 @@ def read_declared_model(folder: str | Path, recipe: Recipe, setting: str) -> Dec
     if not (path / CONFIG_JSON).exists():
         return None
     content = read_config(path, setting)
-    hf = find_huggingface(recipe)
+    hf = find_huggingface(spec)
     if callable(hf.model_type):
-        rule = f"model.name={recipe.name} takes its weights from model.path"
+        rule = f"model.name={spec.name} takes its weights from model.path"
         raise setting_error(setting, folder, rule, fix=f"model.path={path}, without {setting}")
     if content["model_type"] != hf.model_type:
-        matching = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
+        matching = [other.name for other in all_models() if other.hf and other.hf.model_type == content["model_type"]]
         rule = f"{path / CONFIG_JSON}: model_type={content['model_type']}, which does not match"
-        raise setting_error("model.name", recipe.name, rule, matching[0] if matching else None)
-    return DeclaredModel(str(path / CONFIG_JSON), _fields_of(content, recipe, path, setting))
+        raise setting_error("model.name", spec.name, rule, matching[0] if matching else None)
+    return DeclaredModel(str(path / CONFIG_JSON), _fields_of(content, spec, path, setting))
 
 
-def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
+def model_config_of(folder: str | Path, recipes: Sequence[ModelSpec], setting: str = "path") -> tuple[ModelSpec, Any]:
     """Return the recipe in `recipes` that builds the model in `folder`, and the model's configuration.
 
     Raises a UserError that starts with `setting` if config.json is missing or invalid, or if no recipe or more than one
@@ -183,9 +185,9 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
     path = Path(folder).expanduser()
     content = read_config(path, setting)
     model_type = content["model_type"]
-    matching = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
+    matching = [spec for spec in recipes if spec.hf and spec.hf.model_type == model_type]
     if len(matching) != 1:
-        types = {recipe.hf.model_type for recipe in recipes if recipe.hf}
+        types = {spec.hf.model_type for spec in recipes if spec.hf}
         known = sorted(name for name in types if isinstance(name, str))
         rule = (
             f"is for the recipes {', '.join(recipe.name for recipe in matching)}; name one with model.name"
@@ -193,8 +195,8 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
             else f"has no recipe; there are recipes for {', '.join(known) or 'nothing'}"
         )
         raise setting_error(setting, folder, f"{CONFIG_JSON}: model_type={model_type} {rule}")
-    (recipe,) = matching
-    return recipe, recipe.config(**_fields_of(content, recipe, path, setting))
+    (spec,) = matching
+    return spec, spec.config(**_fields_of(content, spec, path, setting))
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -331,17 +333,17 @@ def _check_header(path: Path) -> None:
         raise ValueError(f"its header describes {end} bytes, but it has {size - 8 - length}")
 
 
-def find_native_recipe(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
+def find_native(folder: str | Path, setting: str = "path") -> tuple[ModelSpec, Any] | None:
     """Return the native recipe that builds the model in `folder`, and the model's configuration.
 
     Returns None if there is no such recipe, or if it does not support some entry of config.json.  Raises a UserError
     that starts with `setting` if config.json is missing or invalid.
     """
     content = read_config(Path(folder).expanduser(), setting)
-    for recipe in all_recipes():
-        if recipe.hf and recipe.hf.model_type == content["model_type"]:
+    for spec in all_models():
+        if spec.hf and spec.hf.model_type == content["model_type"]:
             try:
-                return recipe, recipe.config(**fields_of(content, recipe))
+                return spec, spec.config(**fields_of(content, spec))
             except UserError:
                 continue
     return None
@@ -352,26 +354,26 @@ def why_not_native(content: Mapping[str, Any]) -> str:
 
     content: the contents of config.json.
     """
-    for recipe in all_recipes():
-        if recipe.hf and recipe.hf.model_type == content["model_type"]:
+    for spec in all_models():
+        if spec.hf and spec.hf.model_type == content["model_type"]:
             try:
-                fields_of(content, recipe)
+                fields_of(content, spec)
             except UserError as error:
                 return str(error).partition("\n")[0]
     return ""
 
 
-def generic_model_of(folder: str | Path) -> tuple[Recipe, Any]:
+def generic_model_of(folder: str | Path) -> tuple[ModelSpec, Any]:
     """Return the generic recipe `hf`, and its configuration for the model in `folder`.
 
     Raises UserError if config.json is missing or invalid, or if transformers is not installed.
     """
-    recipe = find_recipe("hf")
-    config = recipe.config(path=str(folder))
-    config = recipe.resolve(config) if recipe.resolve else config
-    if recipe.check:
-        recipe.check(config)
-    return recipe, config
+    spec = find_model("hf")
+    config = spec.config(path=str(folder))
+    config = spec.resolve(config) if spec.resolve else config
+    if spec.check:
+        spec.check(config)
+    return spec, config
 
 
 def _advice_on_missing(folder: Path) -> str:
@@ -497,45 +499,45 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _fields_of(content: Mapping[str, Any], recipe: Recipe, folder: Path, setting: str) -> dict[str, Any]:
+def _fields_of(content: Mapping[str, Any], spec: ModelSpec, folder: Path, setting: str) -> dict[str, Any]:
     try:
-        return fields_of(content, recipe)
+        return fields_of(content, spec)
     except UserError as error:
         raise setting_error(setting, folder, f"{CONFIG_JSON}: {error}") from error
 
 
-def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+def fields_of(content: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     """Convert the contents of config.json to fields of the recipe's configuration, and check them like user settings.
 
     Raises a UserError that names the entry if the recipe cannot build the model.
     """
-    hf = find_huggingface(recipe)
+    hf = find_huggingface(spec)
     check_readable({key: value for key, value in content.items() if key not in hf.dropped})
     if not callable(hf.model_type):  # the generic recipe passes all entries on
-        _check_entries(content, recipe, hf)
+        _check_entries(content, spec, hf)
     try:
         fields = dict(hf.model_fields(content))
     except KeyError as error:
         raise UserError(f"has no {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"cannot be read as recipe {recipe.name!r} ({error})") from error
-    hints = typing.get_type_hints(recipe.config)
-    declared = {field.name: field for field in dataclasses.fields(recipe.config)}
+        raise UserError(f"cannot be read as model {spec.name!r} ({error})") from error
+    hints = typing.get_type_hints(spec.config)
+    declared = {field.name: field for field in dataclasses.fields(spec.config)}
     for name, value in fields.items():
         fields[name] = value = _convert(f"model.{name}", value, hints[name])
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             check_number(f"model.{name}", value, value, declared[name].metadata)
-    if recipe.check:
-        recipe.check(recipe.config(**fields))
+    if spec.check:
+        spec.check(spec.config(**fields))
     return fields
 
 
 _OTHER_MODEL = "\n  to fix: set model.name=auto, so that transformers builds the model; or correct the entry"
 
 
-def _check_entries(content: Mapping[str, Any], recipe: Recipe, hf: HuggingFace) -> None:
+def _check_entries(content: Mapping[str, Any], spec: ModelSpec, hf: HuggingFace) -> None:
     """Raise UserError, naming the entry, unless the recipe understands all of config.json's entries and their types."""
-    entries = dict.fromkeys(hf.config(recipe.config()), Any) if hf.entries is None else hf.entries
+    entries = dict.fromkeys(hf.config(spec.config()), Any) if hf.entries is None else hf.entries
     types = {**METADATA, **entries}
     fixed = {**_SWITCHED_OFF, **hf.fixed}
     for key, value in content.items():
@@ -543,13 +545,13 @@ def _check_entries(content: Mapping[str, Any], recipe: Recipe, hf: HuggingFace) 
             continue
         if key in fixed and key not in entries:
             if value != fixed[key] or isinstance(value, bool) != isinstance(fixed[key], bool):
-                rule = f"recipe {recipe.name!r} only supports {fixed[key]!r}"
+                rule = f"model {spec.name!r} only supports {fixed[key]!r}"
                 raise UserError(f"{key}={_shorten(value)}: {rule}{_OTHER_MODEL}")
         elif key in types:
             if not _has_type(value, types[key]):
                 raise UserError(f"{key}={_shorten(value)}: must be {_type_text(types[key])}, as in transformers")
         elif value is not None:
-            rule = f"recipe {recipe.name!r} does not know this entry, which may change what the model computes"
+            rule = f"model {spec.name!r} does not know this entry, which may change what the model computes"
             raise UserError(f"{key}={_shorten(value)}: {rule}{_OTHER_MODEL}")
 
 

@@ -18,7 +18,7 @@ from trainer.config.messages import unknown_key_error
 from trainer.config.schema import RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.recipe import load_recipes
+from trainer.registry import load_models
 
 _STARTING_POINT = "the output of python -m trainer.run recipe=llama_small --print-config"
 
@@ -26,13 +26,13 @@ _STARTING_POINT = "the output of python -m trainer.run recipe=llama_small --prin
 def find_recipe_file(recipe: str) -> Path:
     """Return the YAML file that `recipe` refers to.  Raises UserError if there is none."""
     if not recipe:
-        raise setting_error("recipe", recipe, EMPTY_VALUE_PROBLEM, example="llama_small")
+        raise setting_error("recipe", recipe, EMPTY_VALUE_PROBLEM, proposal="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
             suggestion = nearest(path.stem, recipe_files())
             fix = "" if suggestion else f"give its path relative to {os.getcwd()}, or start from {_STARTING_POINT}"
-            raise setting_error("recipe", recipe, "no such file", meant=suggestion, fix=fix)
+            raise setting_error("recipe", recipe, "no such file", proposal=suggestion, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
@@ -42,7 +42,7 @@ def find_recipe_file(recipe: str) -> Path:
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
         rule = f"is a folder, but not a run folder: it has no {CONFIG}"
         yaml_file = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
-        raise setting_error("recipe", recipe, rule, example=yaml_file or "llama_small")
+        raise setting_error("recipe", recipe, rule, proposal=yaml_file or "llama_small")
     if Path(recipe).is_dir():
         return Path(recipe) / CONFIG
     if os.sep in recipe:
@@ -117,7 +117,7 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
 
 def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
     """Return the error for a recipe file that names no model, or for an unknown key in the file if there is one."""
-    load_recipes()
+    load_models()
     undetermined = ("model.", "objective.")  # the keys of these sections depend on the model and the objective
     legal = {key: item for key, item in declared_keys().items() if not key.startswith(undetermined)}
     for key, value in values.items():

@@ -37,7 +37,7 @@ from trainer.config.pretrained import check_single_gguf
 from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
 from trainer.config.stored import CONFIG, run_from_best_path
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.recipe import entry_points
+from trainer.registry import entry_points
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
@@ -59,8 +59,8 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     _check_settings(config)
     _check_data(config)
     _check_profile(config, shape)
-    if config.recipe.check is not None:
-        config.recipe.check(config.model)
+    if config.spec.check is not None:
+        config.spec.check(config.model)
     return shape
 
 
@@ -71,14 +71,14 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     for entry in entries:
         if isinstance(entry, bool):
             rule = "must be always or never, not true or false"
-            raise setting_error(key, value, rule, meant="always" if entry else "never")
+            raise setting_error(key, value, rule, proposal="always" if entry else "never")
         if isinstance(entry, str) and entry not in keywords:
             suggestion = nearest(entry, keywords)
             fixed = (
                 [suggestion if item == entry else item for item in entries] if isinstance(value, list) else suggestion
             )
             rule = f"must be {', '.join(keywords)} or a number of ranks"
-            raise setting_error(key, value, rule, meant=fixed if suggestion else None)
+            raise setting_error(key, value, rule, proposal=fixed if suggestion else None)
         if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
             suggestion = nearest_divisor(entry, shape.shard)
             fixed = (
@@ -109,14 +109,14 @@ def _check_settings(config: RunConfig) -> None:
     _check_float8(config)
     _check_lora(config)
     objective = config.train.objective
-    if objective != "tokens" and config.recipe.trainer is not None:
-        rule = f"recipe {config.recipe.name!r} has its own Trainer, which defines its own objective"
+    if objective != "tokens" and config.spec.trainer is not None:
+        rule = f"model {config.spec.name!r} has its own Trainer, which defines its own objective"
         raise setting_error("train.objective", objective, rule, "tokens")
     _check_evaluation(config)
     first, last = config.schedule.lr_range
     if not first < last:
         reversed_range = [last, first] if last < first else None
-        raise setting_error("schedule.lr_range", [first, last], "must rise", meant=reversed_range)
+        raise setting_error("schedule.lr_range", [first, last], "must rise", proposal=reversed_range)
     if config.train.epochs is None:
         check_schedule(config)
     _check_wrap(config)
@@ -127,13 +127,13 @@ def _check_settings(config: RunConfig) -> None:
         and not Path(run_from_best_path(resume) or resume).is_dir()
     ):
         rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
-        raise setting_error("checkpoint.resume", resume, rule, example="auto")
+        raise setting_error("checkpoint.resume", resume, rule, proposal="auto")
     every = config.checkpoint.every
     if isinstance(every, (str, bool)) and every != AUTO:
         raise setting_error("checkpoint.every", every, "must be a whole number of steps, or auto", AUTO)
     if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
+        raise setting_error("run.deadline", config.run.deadline, "has already passed", proposal=tomorrow)
     _check_base_model(config)
     _check_init_from(config)
     _check_run_name(config)
@@ -146,7 +146,9 @@ def _check_settings(config: RunConfig) -> None:
         suggestion = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
         rule = "no such key" if "." in unknown[0] else "no such section"
         fix = "" if suggestion else "name the keys or sections that may change, such as optim.name or data"
-        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=suggestion and [suggestion], fix=fix)
+        raise setting_error(
+            "checkpoint.allow_changes", list(unknown), rule, proposal=suggestion and [suggestion], fix=fix
+        )
     _check_paths(config)
 
 
@@ -199,10 +201,10 @@ def _check_wrap(config: RunConfig) -> None:
         size = wrap.removeprefix("size:").replace("_", "")
         if not size.isdecimal() or int(size) < 1:
             rule = "size:<parameters> needs a whole number above 0"
-            raise setting_error("fsdp.wrap", wrap, rule, example="size:100000000")
+            raise setting_error("fsdp.wrap", wrap, rule, proposal="size:100000000")
     elif wrap != "block" and ":" not in wrap:
         rule = "must be block, size:<parameters>, or package.module:function"
-        raise setting_error("fsdp.wrap", wrap, rule, meant=nearest(wrap, ["block"]))
+        raise setting_error("fsdp.wrap", wrap, rule, proposal=nearest(wrap, ["block"]))
 
 
 def _check_base_model(config: RunConfig) -> None:
@@ -221,13 +223,13 @@ def _check_base_model(config: RunConfig) -> None:
             meant = None if best is None else {str(best) if other == name else other: base[other] for other in base}
             rule = f"model {config.model.name!r} has no such width: {name}"
             fix = "" if best else f"it has {', '.join(widths)}"
-            raise setting_error(key, dict(base), rule, meant=meant, fix=fix)
+            raise setting_error(key, dict(base), rule, proposal=meant, fix=fix)
         if value < 1:
             raise setting_error(f"{key}.{name}", value, "must be at least 1", 1)
     model = dataclasses.replace(config.model, **base)
     try:
-        if config.recipe.check is not None:
-            config.recipe.check(model)
+        if config.spec.check is not None:
+            config.spec.check(model)
     except UserError as error:
         raise setting_error(key, dict(base), f"is not a legal model: {str(error).splitlines()[0]}") from error
     size, base_size = _head_size(config.model), _head_size(model)
@@ -235,7 +237,7 @@ def _check_base_model(config: RunConfig) -> None:
         rule = f"its heads have size {base_size:g}, but this model's have {size:g}, which changes the attention scale"
         same = {"num_heads": int(base["dim"] / size)} if "dim" in base and base["dim"] % size == 0 else {}
         raise setting_error(
-            key, dict(base), rule, fix="give the base model heads of that size", example={**base, **same}
+            key, dict(base), rule, fix="give the base model heads of that size", proposal={**base, **same}
         )
 
 
@@ -285,7 +287,7 @@ _FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
 def _check_paths(config: RunConfig) -> None:
     if "://" in config.run.dir:
         rule = "must be a local folder; to store checkpoints elsewhere, set checkpoint.dir"
-        raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
+        raise setting_error("run.dir", config.run.dir, rule, proposal=f"runs/{config.run.name}")
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
     conflicts = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
     conflicts += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
@@ -381,7 +383,7 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError) as error:
         today = datetime.now().strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", text, "must be a time in ISO 8601", example=today) from error
+        raise setting_error("run.deadline", text, "must be a time in ISO 8601", proposal=today) from error
 
 
 def _check_folder(key: str, value: str, legal: str | None) -> None:
@@ -392,11 +394,11 @@ def _check_folder(key: str, value: str, legal: str | None) -> None:
     try:
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     except OSError as error:
-        raise setting_error(key, value, f"cannot be used ({error.strerror})", example=legal, fix=fix) from error
+        raise setting_error(key, value, f"cannot be used ({error.strerror})", proposal=legal, fix=fix) from error
     if not existing.is_dir():
-        raise setting_error(key, value, f"{existing} is not a folder", example=legal, fix=fix)
+        raise setting_error(key, value, f"{existing} is not a folder", proposal=legal, fix=fix)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise setting_error(key, value, f"{existing} is not writable", example=legal, fix=fix)
+        raise setting_error(key, value, f"{existing} is not writable", proposal=legal, fix=fix)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -406,7 +408,7 @@ def _check_data(config: RunConfig) -> None:
         raise setting_error("data.seq_len", data.seq_len, f"is longer than model.max_seq_len={longest}", longest)
     if data.source == "tokens" and not data.path:
         rule = "data.source=tokens needs a path: token shards, or text"
-        raise setting_error("data.path", data.path, rule, example="corpus/*.jsonl")
+        raise setting_error("data.path", data.path, rule, proposal="corpus/*.jsonl")
     if data.source not in ("tokens", "chat"):
         for key in ("path", "eval_path"):
             if getattr(data, key):
@@ -477,7 +479,7 @@ def check_chats(config: RunConfig) -> None:
         raise setting_error("data.format", data.format, rule, fix="for plain text, use data.source=tokens")
     if not data.path:
         rule = "data.source=chat needs a file of conversations"
-        raise setting_error("data.path", data.path, rule, example="chats.jsonl")
+        raise setting_error("data.path", data.path, rule, proposal="chats.jsonl")
     if data.tokenizer == MODEL:
         rule = "neither model.path nor train.init_from is a folder"
         raise setting_error("data.tokenizer", MODEL, rule, fix="give model.path=<Hugging Face folder>")
@@ -487,9 +489,8 @@ def check_chats(config: RunConfig) -> None:
         return
     problem = "is a folder" if path.is_dir() else "no such file" if path.suffix or "/" in setting else "unknown name"
     meant = MODEL if setting in ("auto", "tokenizer", "default") else nearest(setting, (CHATML, MODEL))
-    example = None if meant else "chat_template.jinja"
     rule = f"{problem}; must be model, chatml, or a Jinja file"
-    raise setting_error("data.chat_template", setting, rule, meant=meant, example=example)
+    raise setting_error("data.chat_template", setting, rule, meant or "chat_template.jinja")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -534,7 +535,7 @@ def find_phases(config: RunConfig) -> list[Phase]:
         key = f"data.phases[{number}]"
         if {"from", "weights"} != {*entry}:
             example = {"from": "80%", "weights": dict.fromkeys(names, 1)}
-            raise setting_error(key, entry, "must contain only `from` and `weights`", example=example)
+            raise setting_error(key, entry, "must contain only `from` and `weights`", proposal=example)
         _check_weights(f"{key}.weights", entry["weights"], names)
         phase = Phase(_first_sample(f"{key}.from", entry["from"], config), entry["weights"])
         is_after_previous = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
@@ -560,12 +561,12 @@ def _first_sample(key: str, when: object, config: RunConfig) -> int:
         return math.ceil(part * config.train.steps) * batch
     if isinstance(when, str) and (tokens := _TOKENS_PATTERN.fullmatch(when.strip())):
         return math.ceil(Fraction(tokens[1].replace("_", "")) / (batch * config.data.seq_len)) * batch
-    raise setting_error(key, when, _PHASE_START_RULE, example="80%")
+    raise setting_error(key, when, _PHASE_START_RULE, proposal="80%")
 
 
 def _check_weights(key: str, weights: Any, names: list[str]) -> None:
     if not isinstance(weights, Mapping) or not weights:
-        raise setting_error(key, weights, "must map sources to weights", example=dict.fromkeys(names, 1))
+        raise setting_error(key, weights, "must map sources to weights", proposal=dict.fromkeys(names, 1))
     for name, weight in weights.items():
         if name not in names:
             rule = f"data.path has no source {name}; it has {', '.join(names)}"
@@ -575,13 +576,12 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
                 if suggestion
                 else None
             )
-            example = None if suggestion else dict.fromkeys(names, 1)
-            raise setting_error(key, weights, rule, meant=meant, example=example)
+            raise setting_error(key, weights, rule, meant or dict.fromkeys(names, 1))
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
             raise setting_error(f"{key}.{name}", weight, "must be a number of at least 0", 0)
     total = sum(weights.values())
     if not total:
-        raise setting_error(key, weights, "at least one weight must be above 0", example=dict.fromkeys(names, 1))
+        raise setting_error(key, weights, "at least one weight must be above 0", proposal=dict.fromkeys(names, 1))
     too_small = [name for name, weight in weights.items() if 0 < weight * MIXTURE_BLOCK < total]
     if too_small:
         min_weight = sum(weight for name, weight in weights.items() if name not in too_small) / (
@@ -608,15 +608,15 @@ def check_sources(config: RunConfig) -> None:
     for name, path in data.path.items():
         if not _NAME_PATTERN.fullmatch(name) or not path:
             rule = "a source needs a path and a name of letters, digits, _, - and ."
-            raise setting_error("data.path", data.path, rule, example={"web": path or "web/*.bin"})
+            raise setting_error("data.path", data.path, rule, proposal={"web": path or "web/*.bin"})
     if not data.path:
-        raise setting_error("data.path", data.path, "names no source", example={"web": "web/*.bin"})
+        raise setting_error("data.path", data.path, "names no source", proposal={"web": "web/*.bin"})
     if isinstance(data.eval_path, Mapping) and (unknown := [name for name in data.eval_path if name not in data.path]):
         rule = f"data.path has no source {unknown[0]}; it has {', '.join(data.path)}"
         raise setting_error("data.eval_path", data.eval_path, rule)
     if isinstance(data.eval_path, str):
         rule = "data.path has several sources: give a path for each by name"
-        raise setting_error("data.eval_path", data.eval_path, rule, example={next(iter(data.path)): data.eval_path})
+        raise setting_error("data.eval_path", data.eval_path, rule, proposal={next(iter(data.path)): data.eval_path})
     find_phases(config)
 
 
@@ -641,7 +641,7 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
             _check_compilers(key, dtype, device_type, f"{key}=float32")
 
 
-TRACKER_ENTRY_POINTS = "meshtrainer.sinks"
+TRACKER_ENTRY_POINTS = "meshtrainer.trackers"
 """Entry-point group in which other packages register their trackers."""
 _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
 """The built-in trackers: the library that each needs, and its product name.
@@ -657,7 +657,7 @@ def _check_trackers(log: LogSection) -> None:
         if name not in trackers:
             rule = f"no tracker is called {name!r}; there are {', '.join(trackers)}"
             best = nearest(name, trackers)
-            raise setting_error("log.trackers", log.trackers, rule, meant=None if best is None else [best])
+            raise setting_error("log.trackers", log.trackers, rule, proposal=None if best is None else [best])
     for name in log.trackers:
         if name in _TRACKERS and not _is_installed(name):
             extra = name if name == "wandb" else f"'meshtrainer[{name}]'"

@@ -10,9 +10,11 @@ from typing import Any, Literal, cast
 import yaml
 
 from trainer import gguf_model, hub
+from trainer.config.declare import declare
 from trainer.errors import masked, masked_command
+from trainer.model_spec import ModelSpec, TrainerType
 from trainer.objective import Tokens
-from trainer.recipe import Recipe, TrainerType, declare, find_recipe, import_object
+from trainer.registry import find_model, import_object
 
 # ---------------------------------------------------------------------------------------------------------------
 # Limits and values shared by several sections
@@ -707,14 +709,14 @@ class RunConfig:
     log: LogSection = field(default_factory=LogSection)
 
     @property
-    def recipe(self) -> Recipe:
-        return find_recipe(self.model.name)
+    def spec(self) -> ModelSpec:
+        return find_model(self.model.name)
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
         """Return the Trainer class of the objective, else of the recipe, else `default`."""
         if self.objective.trainer is not None:
             return cast("type[TrainerType]", import_object(self.objective.trainer, "train.objective"))
-        return self.recipe.trainer_class(default)
+        return self.spec.trainer_class(default)
 
     @property
     def rows_per_sample(self) -> int:

@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from trainer.config.pretrained import DeclaredModel
 from trainer.errors import MASK, UserError, setting_error
-from trainer.recipe import check_import
+from trainer.registry import check_import
 
 CONFIG = "config.yaml"
 """File name of the stored configuration in a run folder or a checkpoint."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainer.config.load import config_from_yaml
 from trainer.config.location import locate
-from trainer.config.pretrained import find_native_recipe, generic_model_of
+from trainer.config.pretrained import find_native, generic_model_of
 from trainer.config.schema import LoraSection, RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import setting_error
@@ -29,10 +29,10 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
         return None
     path: str | None = config.objective.teacher
     if not path:
-        raise setting_error(TEACHER_KEY, path, "must name the model to imitate", example="models/Qwen3-8B")
+        raise setting_error(TEACHER_KEY, path, "must name the model to imitate", proposal="models/Qwen3-8B")
     location, init_from = locate(path), str(path) or None
     if location.kind == "huggingface":
-        native = find_native_recipe(path, TEACHER_KEY)
+        native = find_native(path, TEACHER_KEY)
         model = (native or generic_model_of(path))[1]
         init_from = path if native else None  # the generic recipe loads the weights from `model.path` itself
     elif (location.folder / CONFIG).is_file():
@@ -52,8 +52,8 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     if teacher.vocab_size != config.vocab_size:
         rule = f"has a vocabulary of {teacher.vocab_size} tokens, but the trained model's has {config.vocab_size}"
         raise setting_error(TEACHER_KEY, path, rule, fix="use a teacher with the same tokenizer")
-    if config.context > 1 and not teacher.recipe.context:
-        rule = f"is a model of recipe {teacher.recipe.name!r}, which needs whole sequences"
+    if config.context > 1 and not teacher.spec.context:
+        rule = f"is a {teacher.spec.name!r}, which needs whole sequences"
         raise setting_error(TEACHER_KEY, path, rule, fix="set mesh.context=1")
     if config.expert > 1:
         rule = "only one model's experts can be divided among ranks, and a teacher is a second model"

@@ -26,9 +26,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import RunConfig, check_config, declared_keys, load_config, recipe_files, smallest_mesh
 from trainer.config.command_line import split_allow_import
+from trainer.config.keys import declared_keys
+from trainer.config.load import load_config
+from trainer.config.mesh import smallest_mesh
 from trainer.config.messages import unexpected_argument_error, unknown_option_error
+from trainer.config.recipe_files import recipe_files
+from trainer.config.rules import check_config
+from trainer.config.schema import RunConfig
 from trainer.data.mixture import (
     SOURCE,
     MixedSource,
@@ -52,7 +57,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.recipe import add_working_directory_to_sys_path
+from trainer.registry import add_working_directory_to_sys_path
 from trainer.tables import table_lines
 
 _COMMANDS = ("show", "plan")
@@ -89,7 +94,7 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
         if key in parsed.numbers:
             text = value or next(remaining, "")
             if not text.isdecimal() or int(text) < 1:
-                raise setting_error(key, text or None, "must be a whole number of at least 1", example=1)
+                raise setting_error(key, text or None, "must be a whole number of at least 1", proposal=1)
             parsed.numbers[key] = int(text)
         elif argument == "--full":
             parsed.full_text = True

@@ -27,8 +27,8 @@ from trainer.data.records import DOCUMENT_SUFFIXES, InputFile, kind_of
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
-    from trainer.config import DataSection, RunConfig
     from trainer.config.passes import Resolution
+    from trainer.config.schema import DataSection, RunConfig
 
 _OPTIONS = ("config", "split", "column")
 
@@ -153,7 +153,7 @@ def _parse(url: str, key: str) -> hub.HubName:
     name = hub.parse_name(url)
     if name is None or name.kind != "dataset":
         rule = "is not a dataset on the Hugging Face Hub"
-        raise setting_error(key, url, rule, example="hf://datasets/roneneldan/TinyStories")
+        raise setting_error(key, url, rule, proposal="hf://datasets/roneneldan/TinyStories")
     for option in urllib.parse.parse_qs(name.options, keep_blank_values=True):
         if option not in _OPTIONS:
             raise setting_error(key, url, f"has no option {option}; the options are {', '.join(_OPTIONS)}")
@@ -180,12 +180,12 @@ def _files_of_split(
             rule = f"has the configurations {', '.join(names)}" + (
                 f", not {config}" if config else "; name one of them"
             )
-            raise setting_error(key, url, rule, example=_with_option(url, "config", names[0]))
+            raise setting_error(key, url, rule, proposal=_with_option(url, "config", names[0]))
         patterns = _split_patterns(declared[names.index(chosen)])
         if patterns is not None:
             if split not in patterns:
                 rule = f"has the splits {', '.join(patterns)}, not {split}"
-                raise setting_error(key, url, rule, example=_with_option(url, "split", next(iter(patterns))))
+                raise setting_error(key, url, rule, proposal=_with_option(url, "split", next(iter(patterns))))
             return [file for pattern in patterns[split] for file in repository.files if _matches(file.path, pattern)]
         config = None
     files = [file for file in repository.files if _is_data(file.path)]
@@ -205,7 +205,7 @@ def _files_of_split(
         existing = {"train": files}
     if split not in existing:
         rule = f"has the splits {', '.join(existing)}, not {split}"
-        raise setting_error(key, url, rule, example=_with_option(url, "split", next(iter(existing))))
+        raise setting_error(key, url, rule, proposal=_with_option(url, "split", next(iter(existing))))
     return existing[split]
 
 

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import MIXTURE_BLOCK, Phase, find_phases
+from trainer.config.rules import MIXTURE_BLOCK, Phase, find_phases
 from trainer.data.source import Fingerprint, Samples, Source, as_mapping
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
-    from trainer.config import RunConfig
+    from trainer.config.schema import RunConfig
 
 
 def make_order(source: Source, config: RunConfig) -> SampleOrder:
@@ -144,7 +144,7 @@ def _counts_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
                 f"sample in {MIXTURE_BLOCK}"
             )
             example = dict(sizes) | {name: -(-sum(sizes.values()) // (MIXTURE_BLOCK - 1))}
-            raise setting_error("data.weights", None, rule, example=example)
+            raise setting_error("data.weights", None, rule, proposal=example)
     return counts
 
 

@@ -48,7 +48,7 @@ from trainer.files import local_path
 from trainer.hub import is_hub_data
 
 if TYPE_CHECKING:
-    from trainer.config import DataSection, RunConfig
+    from trainer.config.schema import DataSection, RunConfig
 
 
 @overload
@@ -304,7 +304,7 @@ def _find_manifest(path: str, location: str, key: str) -> Path | None:
         return None
     shard = f"{path.removesuffix('.json')}.bin"
     if os.path.isfile(shard):
-        raise setting_error(key, location, "is the metadata of a token shard; give its .bin file", meant=shard)
+        raise setting_error(key, location, "is the metadata of a token shard; give its .bin file", proposal=shard)
     try:
         return None if is_record_file(path) else Path(path)
     except OSError as error:

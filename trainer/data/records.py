@@ -196,7 +196,7 @@ def _find_matches(value: str, key: str, kinds: Collection[Kind]) -> list[str]:
     similar = difflib.get_close_matches(Path(pattern).name, candidates, n=1, cutoff=0.7)
     rule = "no such file or folder, and no match for it as a glob"
     if similar:
-        raise setting_error(key, value, rule, meant=parent / similar[0])
+        raise setting_error(key, value, rule, proposal=parent / similar[0])
     searched_from = "" if os.path.isabs(pattern) else f", looked up from {Path.cwd()}"
     raise setting_error(key, value, rule, fix=f"give an existing file, folder or glob{searched_from}")
 
@@ -235,7 +235,7 @@ def _dataset_folder(folder: str, key: str) -> str:
         return train_folder
     splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
     raise setting_error(
-        key, folder, "has no `train` split; give the folder of another split", example=next(iter(splits), None)
+        key, folder, "has no `train` split; give the folder of another split", proposal=next(iter(splits), None)
     )
 
 

@@ -182,7 +182,7 @@ def _read_manifest(url: str, key: str) -> str:
     with suppress(ShardError):
         parse_info(content.encode(), url)
         shard = with_suffix(url, ".json", ".bin")
-        raise setting_error(key, url, "is the metadata of a token shard; give its .bin file", meant=shard)
+        raise setting_error(key, url, "is the metadata of a token shard; give its .bin file", proposal=shard)
     try:
         ShardManifest.parse(content.encode(), url)
     except ShardError as error:

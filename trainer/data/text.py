@@ -275,7 +275,7 @@ def check_token_files(files: Sequence[InputFile], tokenizer: Tokenizer, bos: boo
     token_files = [file.path for file in files if file.kind == "tokens"]
     if token_files and tokenizer.name == "bytes":
         rule = f"{token_files[0]} does not say which tokenizer made its tokens"
-        raise setting_error(keys.tokenizer, "bytes", rule, example="gpt2/tokenizer.json")
+        raise setting_error(keys.tokenizer, "bytes", rule, proposal="gpt2/tokenizer.json")
     if token_files and bos is not None:
         rule = f"the tokens of {token_files[0]} are used unchanged"
         raise setting_error(keys.bos, bos, rule, fix=f"leave {keys.bos} out")
@@ -333,7 +333,7 @@ def _make_gigatoken_encoder(tokenizer: FileTokenizer, fallback: Encode, key: str
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             rule = f"cannot tokenize with {tokenizer.name.partition(':')[0]} ({error})"
-            raise setting_error(key, "gigatoken", rule, meant="tokenizers") from error
+            raise setting_error(key, "gigatoken", rule, proposal="tokenizers") from error
 
     with refusing():
         encode_text = gigatoken.Tokenizer.from_json(json.dumps(content)).backend.encode
@@ -480,7 +480,7 @@ def parse_limit(setting: str, key: str) -> float:
         if 0 < (fraction := float(setting)) < 1:
             return fraction
     rule = "must be error, skip, or the fraction of documents that may be skipped, between 0 and 1"
-    raise setting_error(key, setting, rule, example="0.001")
+    raise setting_error(key, setting, rule, proposal="0.001")
 
 
 def check_limit(counts: DocumentCounts, setting: str, keys: SettingNames) -> None:

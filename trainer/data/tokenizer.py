@@ -25,7 +25,7 @@ from trainer.files import read_json
 if TYPE_CHECKING:
     import tokenizers
 
-    from trainer.config import DataSection
+    from trainer.config.schema import DataSection
 
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -197,7 +197,7 @@ def find_tokenizer(name_or_path: str, key: str = "data.tokenizer", bos: bool | N
         rule = f"must be bytes, or the path of a Hugging Face tokenizer.json{explanation}"
         fix = "download the tokenizer.json of that model, and give its path"
         suggestion = nearest(name_or_path, ["bytes"])
-        raise setting_error(key, name_or_path, rule, meant=suggestion, fix="" if suggestion else fix)
+        raise setting_error(key, name_or_path, rule, proposal=suggestion, fix="" if suggestion else fix)
     return FileTokenizer(str(tokenizer_file(name_or_path)), key, bos)
 
 

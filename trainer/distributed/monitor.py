@@ -40,7 +40,7 @@ from torch import nn
 from torch.distributed import HashStore, Store
 from torch.utils._pytree import tree_leaves
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.distributed import exchange
 from trainer.distributed.environment import ENDS_SILENT_RANK
 from trainer.distributed.rank_status import (

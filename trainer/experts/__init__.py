@@ -1,6 +1,6 @@
 """Mixture-of-experts layers: expert parallelism, grouped matmuls, and load balancing.
 
-A model runs its experts through `apply_experts`, and its recipe names the modules that hold them (`Recipe.experts`).
+A model runs its experts through `apply_experts`, and its recipe names the modules that hold them (`ModelSpec.experts`).
 Such a model also supports expert parallelism (`mesh.expert`), in which the experts are divided among consecutive
 ranks: `apply_experts` then sends tokens to the ranks of their experts, and returns the results to the tokens' ranks.
 

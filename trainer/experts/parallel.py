@@ -19,28 +19,28 @@ from trainer.distributed.exchange import register_group
 from trainer.distributed.world import EXPERT
 from trainer.errors import UserError
 from trainer.experts.dispatch import GROUP_ATTRIBUTE, Estimate, ExpertGroup
-from trainer.recipe import Recipe, matches_pattern
+from trainer.model_spec import ModelSpec, matches_pattern
 
 
-def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
+def find_experts(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
     """Return the modules of `model` that `recipe.experts` names, keyed by name; empty if `recipe.experts` is None.
 
     Raises UserError if the pattern matches no module, if a module has no parameters, or if the parameters of a module
     do not all have the same first dimension.
     """
-    if recipe.experts is None:
+    if spec.experts is None:
         return {}
-    if callable(recipe.experts):
-        modules = {name: model.get_submodule(name) for name in recipe.experts(model)}
+    if callable(spec.experts):
+        modules = {name: model.get_submodule(name) for name in spec.experts(model)}
     else:
-        modules = {name: module for name, module in model.named_modules() if matches_pattern(name, recipe.experts)}
-    if not modules and not callable(recipe.experts):
-        raise UserError(f"recipe {recipe.name!r}: experts: the model has no module {recipe.experts!r}")
+        modules = {name: module for name, module in model.named_modules() if matches_pattern(name, spec.experts)}
+    if not modules and not callable(spec.experts):
+        raise UserError(f"model {spec.name!r}: experts: the model has no module {spec.experts!r}")
     for name, module in modules.items():
         first_dims = {parameter.shape[:1] for parameter in module.parameters()}
         if len(first_dims) != 1 or first_dims == {torch.Size()}:
             shapes = ", ".join(f"{parameter} {tuple(p.shape)}" for parameter, p in module.named_parameters())
-            raise UserError(f"recipe {recipe.name!r}: experts: {name} has parameters that are not stacked: {shapes}")
+            raise UserError(f"model {spec.name!r}: experts: {name} has parameters that are not stacked: {shapes}")
     return modules
 
 

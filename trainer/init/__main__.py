@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stdout, run_command
 from trainer.files import writing_to
-from trainer.recipe import all_recipes
+from trainer.registry import all_models
 
 _NAME = "my_model"
 """The model's name in the template's file names and contents.  The name of the new project replaces it."""
@@ -32,9 +32,7 @@ def write_project(name: str, parent: Path) -> Path:
         raise UserError(
             f"NAME={name}: must be a valid Python module name: letters, digits and _\n  for example: my_model"
         )
-    reserved = (
-        {recipe.name for recipe in all_recipes()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
-    )
+    reserved = {recipe.name for recipe in all_models()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
     if module in reserved:
         raise UserError(f"NAME={name}: is the name of another module or model\n  for example: my_{module}")
     folder = parent / name

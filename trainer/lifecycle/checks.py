@@ -33,8 +33,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainer.config import MeshShape, RunConfig, advice_on_shards, check_config
-from trainer.config.rules import check_requirements
+from trainer.config.experts import advice_on_shards
+from trainer.config.mesh import MeshShape
+from trainer.config.rules import check_config, check_requirements
+from trainer.config.schema import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
@@ -121,7 +123,7 @@ def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
             if (folder / "__init__.py").exists():  # skip the root of a checkout that is not installed
                 for path in folder.rglob("*.py"):
                     files[f"{package}/{path.relative_to(folder)}"] = path
-    build = config.recipe.build
+    build = config.spec.build
     modules = {cls.__module__ for cls in (*owner.__mro__, *type(config.model).__mro__, *type(config.objective).__mro__)}
     modules.add(build.partition(":")[0] if isinstance(build, str) else getattr(build, "__module__", ""))
     known_files = set(files.values())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import EXIT_FAILED, print_stderr, setting_error
 from trainer.files import local_path, write_atomically

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.distributed.environment import ENDS_SILENT_RANK, LAUNCHER_PID_VARIABLE, NPROC_VARIABLE, Environment
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import read_status, record_end

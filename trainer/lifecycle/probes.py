@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
-from trainer.config import RunConfig, Slices
+from trainer.config.mesh import Slices
 from trainer.config.rules import compiles_blocks
+from trainer.config.schema import RunConfig
 from trainer.data.loader import Batch, TrainLoader
 from trainer.data.source import as_mapping
 from trainer.distributed.world import World
@@ -89,7 +90,7 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     for rank, (full_loss, slice_loss) in enumerate(world.gather((expected, actual))):
         if not abs(full_loss - slice_loss) <= tolerance * abs(full_loss):
             rule = (
-                f"recipe {config.recipe.name!r} mixes or counts tokens outside trainer.sequence: the loss of "
+                f"model {config.spec.name!r} mixes or counts tokens outside trainer.sequence: the loss of "
                 f"rank {rank}'s part of {slices.seq_len} tokens is {full_loss:.8g} on full sequences and "
                 f"{slice_loss:.8g} on slices"
             )
@@ -156,7 +157,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     """
     if config.expert == 1 or not isinstance(loader, TrainLoader):
         return
-    modules, observed = find_experts(model, config.recipe), _Observations()
+    modules, observed = find_experts(model, config.spec), _Observations()
     batch = _first_tokens(loader, min(_MAX_TOKENS, config.data.seq_len), world)
     batch.pop("pair", None)  # which rows form a preference pair: the loss here is over tokens
     if config.objective.outputs:  # the new head's outputs are not tokens

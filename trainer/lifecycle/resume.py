@@ -11,8 +11,9 @@ from trainer.checkpoint.manifest import checkpoint_name, list_steps
 from trainer.checkpoint.restore import CheckpointReader, RestoredCheckpoint, RestoreRequest
 from trainer.checkpoint.saves import Checkpoints
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
-from trainer.config import RunConfig, stored_value
+from trainer.config.changes import stored_value
 from trainer.config.passes import is_another_run, shared_checkpoints_rule
+from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.errors import UserError, setting_error
 from trainer.files import local_path

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.config import find_deadline
+from trainer.config.rules import find_deadline
 from trainer.distributed.environment import take_start_time
 from trainer.distributed.monitor import Failure
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.retention import disk_space_warning
-from trainer.config import RunConfig
-from trainer.config.schema import MODEL
+from trainer.config.schema import MODEL, RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import describe_usage
 from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
@@ -35,7 +34,7 @@ from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
 from trainer.plan.plan import teacher_of
-from trainer.recipe import module_to_allow
+from trainer.registry import module_to_allow
 from trainer.weights.adapters import BASE, REFERENCE, BaseWeights
 from trainer.weights.exporting import buffers_without_name
 
@@ -112,7 +111,7 @@ def _model_facts(trainer: Trainer) -> str:
         size += f", {readable_count(num_trained)} of them trained"
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     units = f"{len(trainer.units)} FSDP units and the root" if is_sharded else "not sharded"
-    return ", ".join([config.model.name, *config.recipe.notes_on(config.model, model), size, units])
+    return ", ".join([config.model.name, *config.spec.notes_on(config.model, model), size, units])
 
 
 def _weights_facts(trainer: Trainer) -> str:
@@ -259,7 +258,7 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
             "evaluation will run; give data.eval_path, or set eval.every=0"
         )
     notes.append(_schedule_note(config))
-    if buffers := buffers_without_name(trainer.model, config.recipe, config.model):
+    if buffers := buffers_without_name(trainer.model, config.spec, config.model):
         notes.append(
             f"warning: this model cannot be exported: Hugging Face's {config.model.name} has no {buffers[0]}"
             + (f" (and {len(buffers) - 1} more)" if len(buffers) > 1 else "")
@@ -380,7 +379,7 @@ def next_commands(config: RunConfig) -> list[str]:
     allow = f" --allow-import {shlex.quote(module)}" if module else ""
     option = "--prompt" if _chat_prompt(config) is None else "--chat"
     has_text = config.data.source != "synthetic"
-    exports_folder = config.recipe.hf is not None or config.lora.rank > 0
+    exports_folder = config.spec.hf is not None or config.lora.rank > 0
     target = "OUT" if exports_folder else "OUT.safetensors"  # this format needs no mapping to Hugging Face names
     return [
         report,

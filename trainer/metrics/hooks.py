@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.config import RunConfig
-from trainer.config.schema import LogSection
+from trainer.config.schema import LogSection, RunConfig
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.mixture import SOURCE, MixedSource
 from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids, prompt_tokens

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.distributed.monitor import Monitor
 from trainer.files import atomic_replace
 from trainer.hooks import Hook

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
 from trainer.data.transfer import HostScalars, stack_scalars

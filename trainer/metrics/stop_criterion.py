@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.files import write_atomically
 
 

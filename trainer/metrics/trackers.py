@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainer.config import RunConfig
 from trainer.config.rules import TRACKER_ENTRY_POINTS
-from trainer.config.schema import LogSection
+from trainer.config.schema import LogSection, RunConfig
 from trainer.errors import masked_argument, reason_of
 from trainer.metrics.record import Record, RecordWriter, numeric_fields, read_records
-from trainer.recipe import entry_points
+from trainer.registry import entry_points
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """The interface to an experiment tracker, such as Weights & Biases.
 
-    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a tracker class or another
+    Other packages can add trackers: an entry point in the group `meshtrainer.trackers` names a tracker class or another
     callable that, called without arguments, returns a tracker.  All methods are called one at a time, in the tracker's
     own thread on rank 0.  They may block.  After the first exception, the run continues without the tracker.
     """

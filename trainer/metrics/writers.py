@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from trainer.config import RunConfig
 from trainer.config.passes import is_another_run
+from trainer.config.schema import RunConfig
 from trainer.errors import print_stderr
 from trainer.files import append_and_sync, write_atomically
 from trainer.metrics.console import ConsoleWriter, LogFile, PlainScreen, Screen, StandardOutput, make_screen

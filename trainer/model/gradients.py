@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.config import FsdpSection
+from trainer.config.schema import FsdpSection
 from trainer.errors import UserError
 from trainer.experts.dispatch import GROUP_ATTRIBUTE
 from trainer.model.parameters import local, mark_replicated

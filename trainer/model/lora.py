@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from trainer.config import LoraSection
+from trainer.config.schema import LoraSection
 from trainer.errors import UserError, nearest, setting_error
 from trainer.experts import ADAPTER_NAME, ExpertAdapter, ExpertFactor, add_adapter, matrices_of
 from trainer.model.head import is_score_name
@@ -310,7 +310,7 @@ def _no_match(
     alias: Callable[[str], str | None],
 ) -> UserError:
     if target.replace("_", "-") == ALL_LINEAR:
-        return setting_error("lora.targets", list(requested), "must be the only target", meant=ALL_LINEAR)
+        return setting_error("lora.targets", list(requested), "must be the only target", proposal=ALL_LINEAR)
     names = [name for name, _ in model.named_modules() if name]
     modules = [name for name in names if any(_matches_target(each, target) for each in (name, alias(name) or ""))]
     all_names = [each for names in names_of.values() for each in names]
@@ -319,7 +319,7 @@ def _no_match(
     best = nearest(target, short_names, _MIN_SIMILARITY) or nearest(target, [name for name in all_names if "." in name])
     suggestion = [best if item == target else item for item in requested] if best and best not in requested else None
     rule += f"; layers that can have an adapter: {', '.join(short_names)}"
-    return setting_error("lora.targets", list(requested), rule, meant=suggestion)
+    return setting_error("lora.targets", list(requested), rule, proposal=suggestion)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

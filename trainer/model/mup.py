@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.errors import setting_error
 from trainer.model.lora import FACTORS
 from trainer.model.network import build_network
@@ -111,9 +111,7 @@ def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
     for module_name, module in modules:
         if isinstance(module, FACTORS):
             continue
-        is_fan_in = (
-            config.recipe.init is None and getattr(type(module), "reset_parameters", None) in _FAN_IN_INITIALIZERS
-        )
+        is_fan_in = config.spec.init is None and getattr(type(module), "reset_parameters", None) in _FAN_IN_INITIALIZERS
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
             if parameter.ndim >= 2 and (scale := growth[name].init_scale(is_fan_in)) != 1:
                 local(parameter).mul_(scale)

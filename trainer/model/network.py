@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.config import RunConfig
 from trainer.config.pretrained import find_huggingface
+from trainer.config.schema import RunConfig
 from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error
 from trainer.model.head import SCORE, ScoreHead, is_score_name, replaced_output_name
 from trainer.model.lora import add_adapters, name_without_adapters, parse_adapter
 from trainer.model.packed import num_weights
 from trainer.model.units import find_blocks
-from trainer.recipe import Recipe, Stacked, Transposed
+from trainer.model_spec import ModelSpec, Stacked, Transposed
 
 
 def build_network(config: RunConfig) -> nn.Module:
@@ -32,7 +32,7 @@ def build_network(config: RunConfig) -> nn.Module:
     Raises UserError for settings that do not fit the model, such as a layer in `lora.targets` that the model lacks.
     """
     # Settings may use Hugging Face's names as well.
-    names = None if config.recipe.hf is None else HuggingFaceNames(config.recipe, config.model)
+    names = None if config.spec.hf is None else HuggingFaceNames(config.spec, config.model)
 
     def huggingface_name(name: str) -> str | None:
         return names.to_huggingface(name) if names else None
@@ -42,19 +42,19 @@ def build_network(config: RunConfig) -> nn.Module:
         return parameter.removesuffix(".weight") if parameter else None
 
     with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+        model = config.spec.build_model(config.model)
         apply_weights_dtype(model, storage_dtype(config))
-        blocks = find_blocks(model, config.recipe) if config.lora.rank else []
+        blocks = find_blocks(model, config.spec) if config.lora.rank else []
         add_adapters(model, blocks, config.lora, huggingface_layer)
         if config.objective.outputs:
             dtype = torch.float32 if config.lora.rank else None  # the dtype of adapters
-            replace_head(model, config.recipe, config.model, config.objective.outputs, dtype)
+            replace_head(model, config.spec, config.model, config.objective.outputs, dtype)
     freeze(model, config.train.freeze, huggingface_name)
     return model
 
 
 def replace_head(
-    model: nn.Module, recipe: Recipe, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
+    model: nn.Module, spec: ModelSpec, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
 ) -> None:
     """Replace the output projection with a new `ScoreHead` that has `num_outputs` outputs.
 
@@ -62,15 +62,15 @@ def replace_head(
 
     Raises UserError if the recipe does not name the output projection.
     """
-    hf = recipe.hf
-    mapped = None if hf is None else HuggingFaceNames(recipe, model_config).from_huggingface(_OUTPUT)
+    hf = spec.hf
+    mapped = None if hf is None else HuggingFaceNames(spec, model_config).from_huggingface(_OUTPUT)
     if mapped is not None:
         projection = mapped.name.removesuffix(".weight")
     elif hf is not None and hf.output is not None:
         projection = hf.output(model_config, model)
     else:
-        rule = f"a new head replaces the output projection, which recipe {recipe.name!r} does not name"
-        raise setting_error("model.name", recipe.name, rule, fix=f"map its weight to {_OUTPUT} in Recipe(hf=...)")
+        rule = f"a new head replaces the output projection, which model {spec.name!r} does not name"
+        raise setting_error("model.name", spec.name, rule, fix=f"map its weight to {_OUTPUT} in ModelSpec(hf=...)")
     weight = model.get_parameter(f"{projection}.weight")
     model.set_submodule(projection, ScoreHead(weight.shape[1], num_outputs, dtype or weight.dtype))
 
@@ -121,7 +121,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
             )
             nearest_name = nearest(pattern, all_names)
             meant = [nearest_name if item == pattern else item for item in patterns] if nearest_name else None
-            raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", meant=meant)
+            raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", proposal=meant)
         for parameter in matches:
             parameter.requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -129,7 +129,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Translating tensor names to and from Hugging Face's, as defined in `Recipe.hf`
+# Translating tensor names to and from Hugging Face's, as defined in `ModelSpec.hf`
 
 
 class MappedTensor(NamedTuple):
@@ -148,8 +148,8 @@ class MappedTensor(NamedTuple):
 class HuggingFaceNames:
     """Translates the tensor names of one model, in both directions."""
 
-    def __init__(self, recipe: Recipe, model_config: Any) -> None:
-        self._hf = find_huggingface(recipe)
+    def __init__(self, spec: ModelSpec, model_config: Any) -> None:
+        self._hf = find_huggingface(spec)
         names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
         self._pairs = list(names.items())
         self._left_out = self._hf.left_out(model_config) if self._hf.left_out else {}
@@ -157,9 +157,7 @@ class HuggingFaceNames:
         self._pairs += [(f"{output}.{SCORE}", _SCORE) for output in outputs]
         for ours, theirs in self._pairs:
             if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
-                raise UserError(
-                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *"
-                )
+                raise UserError(f"model {spec.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *")
 
     def to_huggingface(self, name: str) -> str | None:
         """Return Hugging Face's name for the recipe's tensor `name`, or None if there is none.
@@ -214,11 +212,11 @@ def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | 
 
 def training_flops_per_token(config: RunConfig, model: nn.Module, seq_len: float) -> float:
     """Return the model FLOPs per token of a training step, including the objective's extra forward passes."""
-    total = flops_per_token(config.recipe, config.model, model, seq_len)
-    total += num_extra_forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
+    total = flops_per_token(config.spec, config.model, model, seq_len)
+    total += num_extra_forward_passes(config) * _flops_if_all_trained(config.spec, config.model, model, seq_len) / 3
     if (teacher := teacher_config(config)) is not None:
         total += training_flops_per_token(teacher, build_network(teacher), seq_len) / 3
-    if replaced_output_name(model) is not None and config.recipe.flops:  # `flops` counts the replaced projection
+    if replaced_output_name(model) is not None and config.spec.flops:  # `flops` counts the replaced projection
         width = next(p.shape[1] for name, p in model.named_parameters() if is_score_name(name))
         total -= 6.0 * width * (config.vocab_size or 0)
     return total
@@ -233,10 +231,10 @@ def num_extra_forward_passes(config: RunConfig) -> int:
     return reference + (1 + reference) * config.objective.has_statistic
 
 
-def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+def _flops_if_all_trained(spec: ModelSpec, model_config: Any, model: nn.Module, seq_len: float) -> float:
     """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
-    if recipe.flops:
-        return recipe.flops(model_config, seq_len)
+    if spec.flops:
+        return spec.flops(model_config, seq_len)
     # Each token is multiplied by all parameters except embedding tables.
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
@@ -258,31 +256,29 @@ def _flops_of_adapters(model: nn.Module, model_config: Any) -> float:
     return total
 
 
-def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+def flops_per_token(spec: ModelSpec, model_config: Any, model: nn.Module, seq_len: float) -> float:
     """Return the model FLOPs per token of forward and backward passes: 6 per weight in a matrix, plus attention.
 
-    `Recipe.flops` covers the recipe's own model; adapters are added.  seq_len: the number of tokens that attention
+    `ModelSpec.flops` covers the recipe's own model; adapters are added.  seq_len: the number of tokens that attention
     spans; if documents are masked, the mean over tokens of their document's length, usually not an integer.
 
     A frozen weight costs 4 instead of 6, since it has no gradient.  The backward pass stops at the first trained
     parameter: weights before it cost 2, and attention before it a third.  "Before" refers to the order of
     `model.parameters()`.  Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    base_flops = _flops_if_all_trained(recipe, model_config, model, seq_len)
+    base_flops = _flops_if_all_trained(spec, model_config, model, seq_len)
     total = base_flops + _flops_of_adapters(model, model_config)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
     adapter_ids, numel = {id(parameter) for parameter in _adapter_parameters(model)}, num_weights(model)
-    matrices = [
-        p for p in _matmul_weights(model, with_tied_tables=recipe.flops is not None) if id(p) not in adapter_ids
-    ]
+    matrices = [p for p in _matmul_weights(model, with_tied_tables=spec.flops is not None) if id(p) not in adapter_ids]
     # In a mixture of experts, a token uses only a fraction of the weights.
     used_fraction = min(1.0, base_flops / (6.0 * sum(numel[id(p)] for p in matrices)))
     before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(numel[id(p)] for p in matrices if not p.requires_grad)
     without_backward = sum(numel[id(p)] for p in matrices if id(p) in before_first_trained)
     attention = max(0.0, base_flops - 6.0 * sum(numel[id(p)] for p in matrices))
-    blocks = find_blocks(model, recipe)
+    blocks = find_blocks(model, spec)
     blocks_before = [block for block in blocks if all(id(p) in before_first_trained for p in block.parameters())]
     attention_before = attention * len(blocks_before) / max(1, len(blocks))
     return total - 2.0 * used_fraction * (frozen + without_backward) - 2.0 / 3.0 * attention_before

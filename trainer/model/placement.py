@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, stop) along each dimension."""

@@ -61,7 +61,7 @@ class Sampling:
             ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
         ):
             if not is_legal:
-                raise setting_error(key, getattr(self, key), rule, example=getattr(Sampling, key))
+                raise setting_error(key, getattr(self, key), rule, proposal=getattr(Sampling, key))
 
     def choose(self, logprobs_BV: torch.Tensor, noise_BV: torch.Tensor | None = None) -> torch.Tensor:
         """Return one token per sequence, (B,), given log-probabilities and, unless decoding is greedy, Gumbel noise.

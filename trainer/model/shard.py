@@ -24,9 +24,9 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
-from trainer.config.mesh import nearest_divisor
-from trainer.config.rules import compiles_blocks, offloaded_fraction
+from trainer.config.mesh import find_slices, nearest_divisor
+from trainer.config.rules import budget_of, compiles_blocks, offloaded_fraction
+from trainer.config.schema import AUTO, FsdpSection, RunConfig
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
 from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import find_experts, shard_experts
@@ -38,13 +38,13 @@ from trainer.model.placement import Division, divide, divides_evenly, num_dims_t
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_expensive_operators, save_only
 from trainer.model.row_shards import apply_row_shards, row_shards_of
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
-from trainer.recipe import Recipe
+from trainer.model_spec import ModelSpec
 from trainer.sequence import use_slices
 
 
 def apply_sharding(
     model: nn.Module,
-    recipe: Recipe,
+    spec: ModelSpec,
     config: RunConfig,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None = None,
@@ -68,10 +68,10 @@ def apply_sharding(
     compiles = compiles_blocks(train.compile, mesh.device_type)
     offload_fraction = offloaded_fraction(train.offload_activations)
     changes_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or offload_fraction > 0
-    blocks = find_blocks(model, recipe) if changes_blocks else []
+    blocks = find_blocks(model, spec) if changes_blocks else []
     saved_operators = operators_to_save(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
-    units = find_units(model, recipe, config.fsdp.wrap)
+    units = find_units(model, spec, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
     if changes_blocks:
         _check_blocks(blocks, units, config)
@@ -93,8 +93,8 @@ def apply_sharding(
     else:
         if expert_mesh is not None:
             # Turns the experts' parameters into DTensors on the expert axis; `fully_shard` then shards them further.
-            check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
-            shard_experts([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
+            check_experts(model, spec, units, config, mesh.size(mesh.ndim - 1))
+            shard_experts([*find_experts(model, spec).values()], expert_mesh[EXPERT], config.mesh.expert_method)
             record_split_mesh(expert_mesh, mesh)
         _shard(model, units, reshard, config, mesh, expert_mesh, split_mesh)
     return units
@@ -113,13 +113,13 @@ def is_unsharded(config: RunConfig, num_shards: int) -> bool:
 
 
 def check_experts(
-    model: nn.Module, recipe: Recipe, units: Sequence[ShardUnit], config: RunConfig, num_shards: int
+    model: nn.Module, spec: ModelSpec, units: Sequence[ShardUnit], config: RunConfig, num_shards: int
 ) -> None:
     """Raise UserError if the experts of `model` cannot be divided among `mesh.expert` ranks."""
     size = config.expert
     if size == 1:
         return
-    modules = find_experts(model, recipe)
+    modules = find_experts(model, spec)
     if not modules:
         rule = f"the experts of {type(model).__name__} cannot be divided: it has none, or they are not stacked"
         raise setting_error("mesh.expert", size, rule, 1)
@@ -235,11 +235,11 @@ def check_sharding(config: RunConfig, num_shards: int = 1) -> None:
     num_shards: number of ranks on the shard axis, if known.
     """
     model = build_network(config)
-    units = find_units(model, config.recipe, config.fsdp.wrap)
+    units = find_units(model, config.spec, config.fsdp.wrap)
     reshard_of_units(config.fsdp.reshard_after_forward, units, num_shards=1)
     if num_shards > 1 and config.mesh.expert != AUTO:
-        check_experts(model, config.recipe, units, config, num_shards)
-    _check_blocks(find_blocks(model, config.recipe), units, config)
+        check_experts(model, config.spec, units, config, num_shards)
+    _check_blocks(find_blocks(model, config.spec), units, config)
 
 
 def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], config: RunConfig) -> None:
@@ -248,7 +248,7 @@ def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], confi
     for key in ("activation_checkpoint", "compile", "offload_activations"):
         value = getattr(train, key)
         if value not in ("none", AUTO, False) and not blocks:
-            rule = f"recipe {config.recipe.name!r} lists no repeated blocks to apply it to"
+            rule = f"model {config.spec.name!r} lists no repeated blocks to apply it to"
             raise setting_error(f"train.{key}", value, rule, None)
     if train.activation_checkpoint == "selective" or budget_of(train.activation_checkpoint) is not None:
         _check_no_unit_inside(blocks, units, train.activation_checkpoint)
@@ -282,10 +282,10 @@ def resolve_resharding(setting: int | str | list[int | str], names: Sequence[str
 def checkpointing_choices(config: RunConfig) -> list[int | str]:
     """Return the values of `train.activation_checkpoint` that the model's blocks and units support."""
     model = build_network(config)
-    blocks = find_blocks(model, config.recipe)
+    blocks = find_blocks(model, config.spec)
     choices: list[int | str] = ["none", *(n for n in (4, 2) if n <= len(blocks)), *(["full"] if blocks else [])]
     try:
-        _check_no_unit_inside(blocks, find_units(model, config.recipe, config.fsdp.wrap), "selective")
+        _check_no_unit_inside(blocks, find_units(model, config.spec, config.fsdp.wrap), "selective")
     except UserError:
         return choices
     return [*choices, *(["selective"] if blocks else [])]

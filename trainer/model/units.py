@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.errors import UserError, nearest, setting_error
 from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
-from trainer.recipe import Recipe, Unit, import_object, matches_pattern
+from trainer.model_spec import ModelSpec, Unit, matches_pattern
+from trainer.registry import import_object
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ShardUnit:
         return module
 
 
-def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
+def find_units(model: nn.Module, spec: ModelSpec, wrap: str = "block") -> list[ShardUnit]:
     """Return the FSDP units that `wrap` selects, without the root.
 
     wrap: the setting `fsdp.wrap`: `block` for the units that the recipe lists, `size:N`, or `package.module:function`.
@@ -49,17 +50,17 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
     separate tied parameters, and for a parameter that FSDP cannot divide or reduce; also if a user-defined function
     fails, or returns neither a list of units nor a boolean for each module.
     """
-    units = _list_units(model, recipe, wrap)
-    _check_parameters(model, units, recipe)
+    units = _list_units(model, spec, wrap)
+    _check_parameters(model, units, spec)
     return units
 
 
-def _list_units(model: nn.Module, recipe: Recipe, wrap: str) -> list[ShardUnit]:
+def _list_units(model: nn.Module, spec: ModelSpec, wrap: str) -> list[ShardUnit]:
     if wrap.startswith("size:"):
         return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))
     if wrap == "block":
-        listed = recipe.units(model) if callable(recipe.units) else recipe.units
-        source = f"recipe {recipe.name!r}: units"
+        listed = spec.units(model) if callable(spec.units) else spec.units
+        source = f"model {spec.name!r}: units"
     else:
         listed = _units_by_function(model, wrap)
         source = f"fsdp.wrap={wrap}"
@@ -101,7 +102,7 @@ def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
     return not any(id(parameter) in shared for module in modules for parameter in module.parameters())
 
 
-def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
+def find_blocks(model: nn.Module, spec: ModelSpec) -> list[nn.Module]:
     """Return the model's repeated blocks: the recipe's units that are in a ModuleList, ModuleDict or Sequential.
 
     Activation checkpointing and compilation apply to these, whatever units FSDP uses.
@@ -112,7 +113,7 @@ def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
         if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for child in parent.children()
     }
-    units = find_units(model, recipe)
+    units = find_units(model, spec)
     return [unit.modules[0] for unit in units if len(unit.modules) == 1 and id(unit.modules[0]) in repeated]
 
 
@@ -219,14 +220,14 @@ def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
     return sorted(chosen, key=lambda unit: order[unit.names[0]])
 
 
-def _check_parameters(model: nn.Module, units: list[ShardUnit], recipe: Recipe) -> None:
+def _check_parameters(model: nn.Module, units: list[ShardUnit], spec: ModelSpec) -> None:
     """Raise UserError for a parameter that FSDP cannot divide or reduce, on any number of ranks.
 
     On one rank it might be trained, but a configuration must run on any number of ranks.
     """
 
     def error(name: str, problem: str, fix: str) -> UserError:
-        return setting_error("model.name", recipe.name, f"its parameter {name} {problem}", fix=fix)
+        return setting_error("model.name", spec.name, f"its parameter {name} {problem}", fix=fix)
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter in model.parameters():

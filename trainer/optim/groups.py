@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import OptimSection
+from trainer.config.schema import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score_name
 from trainer.model.mup import Growth
@@ -136,7 +136,7 @@ def _layer_of(name: str) -> int | None:
 def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """Return the number of rows in each block of the recipe's fused parameters, by the parameter's id.
 
-    blocks: see `Recipe.blocks`.  Raises UserError if the blocks do not add up to a parameter's rows.
+    blocks: see `ModelSpec.blocks`.  Raises UserError if the blocks do not add up to a parameter's rows.
     """
     rows_by_id: dict[int, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
@@ -147,7 +147,7 @@ def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> d
             sizes = (rows // split,) * split if isinstance(split, int) else tuple(split)
             if sum(sizes) != rows or 0 in sizes:
                 rule = f"the recipe's blocks of {name}, which has {rows} rows, are {split}"
-                raise setting_error("model.name", type(model).__name__, rule, fix="correct Recipe.blocks")
+                raise setting_error("model.name", type(model).__name__, rule, fix="correct ModelSpec.blocks")
             rows_by_id[id(parameter)] = sizes
     return rows_by_id
 
@@ -169,7 +169,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
                 raise setting_error(key, dict(group), rule, fix=f"write {best} for {field}" if best else "")
         if not isinstance(group.get("match"), str) or not group["match"]:
             example = '{match: "*embed*", lr: 0.3}'
-            raise setting_error(key, dict(group), "needs `match`, a pattern of parameter names", example=example)
+            raise setting_error(key, dict(group), "needs `match`, a pattern of parameter names", proposal=example)
         if len(group) == 1:
             raise setting_error(key, dict(group), f"sets nothing; besides match it may have {', '.join(_KEYS[1:])}")
         for field in ("lr", "lr_decay", "weight_decay"):
@@ -177,11 +177,11 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise setting_error(f"{key}.{field}", value, "must be a number of at least 0", example=0.3)
+                raise setting_error(f"{key}.{field}", value, "must be a number of at least 0", proposal=0.3)
         if group.get("optimizer") not in (None, *OPTIMIZERS):
             rule = f"must be one of {', '.join(OPTIMIZERS)}"
             meant = nearest(group["optimizer"], OPTIMIZERS)
-            raise setting_error(f"{key}.optimizer", group["optimizer"], rule, meant=meant)
+            raise setting_error(f"{key}.optimizer", group["optimizer"], rule, proposal=meant)
 
 
 def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: OptimSection) -> list[Assignment]:
@@ -199,7 +199,7 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
                 if first in names and any(fnmatchcase(other, group["match"]) for other in others):
                     rule, best = f"{rule}: this weight is tied to {first}", first
             fix = "" if best else f"the names look like {names[0]} and {names[-1]}"
-            raise setting_error(f"{key}.match", group["match"], rule, meant=best, fix=fix)
+            raise setting_error(f"{key}.match", group["match"], rule, proposal=best, fix=fix)
         layers = [layer for i in matched if (layer := _layer_of(assignments[i].name)) is not None]
         for i in matched:
             each = assignments[i]
@@ -212,7 +212,7 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
                 layer = _layer_of(each.name)
                 if layer is None:
                     rule = f"matches {each.name}, which is in no numbered layer"
-                    raise setting_error(f"{key}.match", group["match"], rule, example="layers.*")
+                    raise setting_error(f"{key}.match", group["match"], rule, proposal="layers.*")
                 scale *= float(group["lr_decay"]) ** (max(layers) - layer)
             decay = each.weight_decay if group.get("weight_decay") is None else float(group["weight_decay"])
             assignments[i] = dataclasses.replace(

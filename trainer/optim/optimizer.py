@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import OptimSection, RunConfig, ScheduleSection
+from trainer.config.schema import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
 from trainer.model.mup import Growth
 from trainer.model.parameters import local
@@ -126,7 +126,7 @@ def build_optimizer(
     """Build the configured optimizer for the trainable parameters of `model` (DTensors or plain tensors).
 
     seed: the seed of stochastic rounding.
-    blocks: see `Recipe.blocks`.
+    blocks: see `ModelSpec.blocks`.
     growth: see `assign`.
 
     Raises UserError if there is nothing to train, or if `optim.groups` does not fit the model.

@@ -35,20 +35,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.config import (
-    RunConfig,
-    advice_on_shards,
-    check_config,
-    declared_keys,
-    load_config,
-    recipe_files,
-    resolve_context_method,
-    resolve_expert_method,
-    resolve_mesh_shape,
-    smallest_mesh,
-)
 from trainer.config.command_line import missing_recipe_error, split_allow_import
+from trainer.config.experts import advice_on_shards, resolve_expert_method
+from trainer.config.keys import declared_keys
+from trainer.config.load import load_config
+from trainer.config.mesh import resolve_context_method, resolve_mesh_shape, smallest_mesh
 from trainer.config.messages import unexpected_argument_error, unknown_option_error
+from trainer.config.recipe_files import recipe_files
+from trainer.config.rules import check_config
+from trainer.config.schema import RunConfig
 from trainer.data.opening import resolve_from_data
 from trainer.distributed.environment import find_environment
 from trainer.errors import (
@@ -68,7 +63,7 @@ from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import draw, print_plan, to_json
-from trainer.recipe import add_working_directory_to_sys_path
+from trainer.registry import add_working_directory_to_sys_path
 
 _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ranks=N] [device=NAME]"
 
@@ -231,7 +226,7 @@ def _parse_number(key: str, text: str, kind: type[int] | type[float]) -> float:
     if not 0 < value < float("inf"):
         rule = "must be a whole number above 0" if kind is int else "must be a number above 0"
         raise setting_error(
-            key, text, rule, example={"memory_gib": 80, "network_gbps": 400, "imbalance": 1.5}.get(key, 8)
+            key, text, rule, proposal={"memory_gib": 80, "network_gbps": 400, "imbalance": 1.5}.get(key, 8)
         )
     return value
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainer.config import MeshShape, RunConfig
+from trainer.config.mesh import MeshShape
+from trainer.config.schema import RunConfig
 from trainer.distributed.environment import find_environment
 from trainer.distributed.exchange import all_gather_single
 from trainer.distributed.world import REPLICATE, SHARD, World

@@ -7,8 +7,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainer.config import MeshShape, RunConfig, expert_parallel_choices
-from trainer.config.experts import check_expert, expert_sizes, resolve_expert_method, with_expert
+from trainer.config.experts import (
+    check_expert,
+    expert_parallel_choices,
+    expert_sizes,
+    resolve_expert_method,
+    with_expert,
+)
+from trainer.config.mesh import MeshShape
+from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.model.network import build_network
 from trainer.model.shard import check_experts
@@ -34,7 +41,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     a micro-batch has fewer than 2 F E / (A R) tokens.
     """
     config, shard = plan.config, plan.mesh.shard
-    if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
+    if not config.spec.declares_experts(config.model) or config.expert > 1 or shard == 1:
         return
     if (line := _padding_warning(plan)) is not None:
         yield line
@@ -102,10 +109,10 @@ def tokens_at_break_even(plan: Plan) -> float | None:
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return those of `expert_parallel_choices` whose `mesh.expert` can divide the model's experts among ranks."""
     model, possible = build_network(config), []
-    units = find_units(model, config.recipe, config.fsdp.wrap)
+    units = find_units(model, config.spec, config.fsdp.wrap)
     for choice in expert_parallel_choices(config, mesh, ranks_per_node):
         with contextlib.suppress(UserError):
-            check_experts(model, config.recipe, units, choice, mesh.shard)
+            check_experts(model, config.spec, units, choice, mesh.shard)
             possible.append(choice)
     return possible
 
@@ -129,7 +136,7 @@ def _explain_impossibility(plan: Plan) -> str:
     reason = ""
     try:
         check_expert(config, plan.mesh, per_node)
-        check_experts(model, config.recipe, find_units(model, config.recipe, config.fsdp.wrap), config, plan.mesh.shard)
+        check_experts(model, config.spec, find_units(model, config.spec, config.fsdp.wrap), config, plan.mesh.shard)
     except UserError as error:
         reason = f": {str(error).splitlines()[0]}"
     return f"experts: of the sizes of mesh.expert ({', '.join(map(str, sizes))}) none is possible{reason}"

@@ -13,8 +13,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from trainer.config import MeshShape, RunConfig
+from trainer.config.mesh import MeshShape
 from trainer.config.passes import Resolution, run_passes
+from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes

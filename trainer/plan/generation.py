@@ -44,7 +44,7 @@ class GenerationWorkload:
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if match is None or not all(int(number) for number in match.groups()):
             rule = "must be NxP+A: N completions of up to A tokens each, for prompts of up to P tokens"
-            raise setting_error("generate", text, rule, example="64x256+768")
+            raise setting_error("generate", text, rule, proposal="64x256+768")
         return GenerationWorkload(*map(int, match.groups()))
 
 

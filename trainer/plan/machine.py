@@ -269,7 +269,7 @@ def read_description(text: str) -> CustomDevice:
     description = parse_override("device", text, dict)
     if not isinstance(description, Mapping) or not isinstance(description.get("like"), str):
         rule = "must be the name of a device, or a mapping that says which one it is like"
-        raise setting_error("device", text, rule, example="{like: h100, power_w: 500, memory_gib: 96}")
+        raise setting_error("device", text, rule, proposal="{like: h100, power_w: 500, memory_gib: 96}")
     sheet = find_device(description["like"])
     if sheet is None:
         raise choice_error("device.like", description["like"], [device.name for device in DEVICES])
@@ -278,7 +278,7 @@ def read_description(text: str) -> CustomDevice:
     static_w = _STATIC_POWER * sheet.power_w
     if not static_w < power_w <= sheet.power_w:
         rule = f"{sheet.name} takes up to {sheet.power_w:g} W, {static_w:g} of them for its memory"
-        raise setting_error("device.power_w", power_w, rule, example=f"{sheet.power_w:g}")
+        raise setting_error("device.power_w", power_w, rule, proposal=f"{sheet.power_w:g}")
     suffix = "".join(f", {description[key]:g} {_UNITS[key]}" for key in description if key != "like")
     changes: dict[str, Any] = {_FIELDS[key]: value * _UNIT_SCALES.get(key, 1.0) for key, value in values.items()}
     custom = replace(sheet, name=f"{sheet.name}{suffix}", source=f"{sheet.source}, as described", **changes)

@@ -15,8 +15,9 @@ from functools import cached_property
 from typing import get_args
 
 from trainer.checkpoint.interval import Costs, costs_of
-from trainer.config import MeshShape, RunConfig
+from trainer.config.mesh import MeshShape
 from trainer.config.rules import offloaded_fraction
+from trainer.config.schema import RunConfig
 from trainer.config.teacher import teacher_config
 from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.placement import divide, num_dims_to_divide

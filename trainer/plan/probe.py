@@ -25,8 +25,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from trainer.config import RunConfig, find_slices
+from trainer.config.mesh import find_slices
 from trainer.config.rules import compiles_when_planned
+from trainer.config.schema import RunConfig
 from trainer.data.opening import open_source
 from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, simulate_expert_group
@@ -81,7 +82,7 @@ class Probe:
     @property
     def num_units(self) -> int:
         """Number of FSDP units, excluding the root."""
-        return len(find_units(self._model, self.config.recipe, self.config.fsdp.wrap))
+        return len(find_units(self._model, self.config.spec, self.config.fsdp.wrap))
 
     def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
         """Return the trace of a micro-batch, with units according to `fsdp.wrap`.
@@ -136,12 +137,12 @@ def _trace(
 
     skips_blocks: whether to run only some of a long series of identical blocks (see `Repetition`).
     """
-    units = find_units(model, config.recipe, config.fsdp.wrap)
-    blocks = find_blocks(model, config.recipe)
+    units = find_units(model, config.spec, config.fsdp.wrap)
+    blocks = find_blocks(model, config.spec)
     saved_operators = operators_to_save(model, blocks, config, checkpointing, micro_batch_size)
-    experts = find_experts(model, config.recipe).values()
+    experts = find_experts(model, config.spec).values()
     expert_parameters = {id(parameter) for module in experts for parameter in module.parameters()}
-    moments, rows_of = optimizer_state_sizes(model, config.optim), block_rows(model, config.recipe.blocks)
+    moments, rows_of = optimizer_state_sizes(model, config.optim), block_rows(model, config.spec.blocks)
     muon = [id(each.parameter) for each in assign(model, config.optim) if each.optimizer == "muon"]
     muon_blocks = {parameter: rows_of.get(parameter, ()) for parameter in muon}
     unit_infos = _units_of(model, units, moments, muon_blocks, expert_parameters)

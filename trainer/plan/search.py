@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.config import AUTO, MeshShape, RunConfig, TrainSection, context_choices
+from trainer.config.mesh import MeshShape, context_choices
 from trainer.config.rules import offloaded_fraction
+from trainer.config.schema import AUTO, RunConfig, TrainSection
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
 from trainer.plan.experts import possible_choices
@@ -65,7 +66,7 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
 
     `mesh.expert` is included only if it is `auto` or the recipe declares experts for the model.
     """
-    has_experts = config.recipe.declares_experts(config.model) or config.mesh.expert == AUTO
+    has_experts = config.spec.declares_experts(config.model) or config.mesh.expert == AUTO
     return {
         "fsdp.reshard_after_forward": config.fsdp.reshard_after_forward,
         "train.activation_checkpoint": config.train.activation_checkpoint,
@@ -348,10 +349,10 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
         shards = replace(config, fsdp=replace(fsdp, accumulate="sharded"))
         yield "fsdp.accumulate=sharded", shards, mesh
     per_node = plan.machine.rates.ranks_per_node
-    for split in context_choices(config, mesh, per_node) if config.recipe.context else []:
+    for split in context_choices(config, mesh, per_node) if config.spec.context else []:
         if config.context < split.context and per_node % split.context == 0:
             yield f"mesh.context={split.context}", split, mesh
-    for divided in possible_choices(config, mesh, per_node) if config.recipe.declares_experts(config.model) else []:
+    for divided in possible_choices(config, mesh, per_node) if config.spec.declares_experts(config.model) else []:
         if config.expert < divided.expert:
             method = divided.mesh.expert_method
             yield f"mesh.expert={divided.expert} mesh.expert_method={method}", divided, mesh

@@ -115,7 +115,7 @@ def _choice_rows(choice: PlannedChoice) -> tuple[list[str], list[list[str]]]:
     plans = (choice.plan, *choice.runners_up)
     offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
     headers = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
-    headers += ["experts"] if choice.plan.config.recipe.declares_experts(choice.plan.config.model) else []
+    headers += ["experts"] if choice.plan.config.spec.declares_experts(choice.plan.config.model) else []
     headers += ["GiB", "s per step"]
     rows = []
     for number, plan in enumerate(plans):

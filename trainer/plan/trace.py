@@ -52,7 +52,7 @@ class ParameterInfo:
 
     Empty if Muon orthogonalizes the parameter's matrices whole; None if Muon does not train the parameter."""
     is_expert: bool = False
-    """Whether it holds expert weights, which expert parallelism may divide among ranks (`Recipe.experts`)."""
+    """Whether it holds expert weights, which expert parallelism may divide among ranks (`ModelSpec.experts`)."""
     num_quantized_weights: int = 0
     """Number of weights in a quantized parameter, which is stored and gathered as packed bytes; 0 for any other."""
 

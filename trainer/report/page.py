@@ -18,7 +18,7 @@ from urllib.parse import quote
 import numpy as np
 
 from trainer.checkpoint.interval import costs_of, describe_costs
-from trainer.config import CheckpointSection, RunConfig
+from trainer.config.schema import CheckpointSection, RunConfig
 from trainer.errors import yaml_scalar
 from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.figures import (

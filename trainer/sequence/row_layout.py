@@ -17,7 +17,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from trainer.config import RunConfig, Slices, find_slices
+from trainer.config.mesh import Slices, find_slices
+from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.state_parts import StatePart
-from trainer.config import LoraSection
 from trainer.config.pretrained import find_huggingface
+from trainer.config.schema import LoraSection
 from trainer.errors import UserError
 from trainer.experts import ADAPTER_NAME
 from trainer.files import crc32
@@ -26,7 +26,7 @@ from trainer.model.head import is_score_name
 from trainer.model.lora import name_without_adapters, parse_adapter, transposed_layers
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
-from trainer.recipe import Recipe, Transposed
+from trainer.model_spec import ModelSpec, Transposed
 from trainer.weights.expert_adapters import ExpertAdapterPart, PeftFactors, peft_prefixes, target_parameters
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,
@@ -232,7 +232,7 @@ def adapted_layers(names: Iterable[str]) -> set[str]:
 
 def export_adapter(
     source: WeightSource,
-    recipe: Recipe,
+    spec: ModelSpec,
     model_config: Any,
     model: nn.Module,
     lora: LoraSection,
@@ -254,14 +254,14 @@ def export_adapter(
     Raises UserError if the folder cannot be written (as `exporting.export` does), if a layer has no Hugging Face name,
     or if only some of the layers are stored transposed.
     """
-    names, adapters = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
+    names, adapters = HuggingFaceNames(spec, model_config), adapted_layers(source.shapes)
     expert_prefixes = peft_prefixes(model, adapters, names.to_huggingface)
     layers = adapters - expert_prefixes.keys()
-    weight_names = {layer: _huggingface_weight(names, recipe, layer) for layer in layers}
+    weight_names = {layer: _huggingface_weight(names, spec, layer) for layer in layers}
     transposed = {layer for layer in layers if isinstance(weight_names[layer], Transposed)}
     transposed |= layers & transposed_layers(model)
     if transposed not in (set(), layers):
-        raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
+        raise UserError(f"model {spec.name!r}: only some of the layers with adapters are stored transposed")
     prefixes = {layer: name.removesuffix(".weight") for layer, name in weight_names.items()}
     prefixes |= expert_prefixes
     source, tensors = PeftFactors(source, expert_prefixes), []
@@ -296,12 +296,12 @@ def export_adapter(
     return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
 
 
-def _huggingface_weight(names: HuggingFaceNames, recipe: Recipe, layer: str) -> str:
+def _huggingface_weight(names: HuggingFaceNames, spec: ModelSpec, layer: str) -> str:
     name = names.to_huggingface(f"{layer}.weight")
-    if name is None and find_huggingface(recipe).stored is not None:
+    if name is None and find_huggingface(spec).stored is not None:
         return f"{layer}.weight"  # a transformers model already has Hugging Face's names
     if name is None:
-        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {layer}.weight")
+        raise UserError(f"model {spec.name!r}: hf.names lacks {layer}.weight")
     return name
 
 

@@ -36,7 +36,7 @@ from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, temporary_folder, writing_to
 from trainer.model.head import is_score_name
 from trainer.model.network import HuggingFaceNames, replace_head
-from trainer.recipe import Recipe, Stacked, Transposed
+from trainer.model_spec import ModelSpec, Stacked, Transposed
 from trainer.weights.sources import DTYPE_NAMES, WeightSource, find_weights, named_weights, row_blocks
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class ExportedTensor:
 
 def export(
     source: WeightSource,
-    recipe: Recipe,
+    spec: ModelSpec,
     model_config: Any,
     folder: str | os.PathLike[str],
     *,
@@ -303,9 +303,9 @@ def export(
     weights do not fit the model.
     """
     path = Path(folder).expanduser()
-    names = HuggingFaceNames(recipe, model_config)
+    names = HuggingFaceNames(spec, model_config)
     heads = [shape for name, shape in source.shapes.items() if is_score_name(name)]
-    stored = recipe.stored_weights(model_config, source)
+    stored = spec.stored_weights(model_config, source)
     if stored is not None:  # already with the exported names and shapes
         source, dtypes = stored, stored.dtypes
         tensors = [
@@ -313,9 +313,9 @@ def export(
             for name, shape in stored.shapes.items()
         ]
     else:
-        tensors = _list_tensors(source, recipe, model_config, names, dtype)
+        tensors = _list_tensors(source, spec, model_config, names, dtype)
     shards = _split_into_shards(tensors, max_shard_bytes)
-    texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, model_files or ModelFiles())
+    texts = _text_files(spec, model_config, tensors, end_id, turn_ends, tokenizer, model_files or ModelFiles())
     if heads:
         texts[CONFIG_JSON] = _classifier_config(texts[CONFIG_JSON], heads[0][0])
         texts.pop(GENERATION, None)
@@ -380,18 +380,18 @@ def write_folder(
 
 
 def _list_tensors(
-    source: WeightSource, recipe: Recipe, model_config: Any, names: HuggingFaceNames, dtype: torch.dtype | None
+    source: WeightSource, spec: ModelSpec, model_config: Any, names: HuggingFaceNames, dtype: torch.dtype | None
 ) -> list[ExportedTensor]:
     """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):
-        model = recipe.build_model(model_config)
+        model = spec.build_model(model_config)
         if heads := [shape for name, shape in source.shapes.items() if is_score_name(name)]:
-            replace_head(model, recipe, model_config, heads[0][0])
+            replace_head(model, spec, model_config, heads[0][0])
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     dtypes = source.dtypes
     tensors, unnamed = [], []
-    for name, stored in find_weights(model, source, f"recipe {recipe.name!r}").items():
+    for name, stored in find_weights(model, source, f"model {spec.name!r}").items():
         exported_name = names.to_huggingface(name)
         if exported_name is None:
             unnamed.append(name)
@@ -401,23 +401,23 @@ def _list_tensors(
         is_cast = source_dtype.is_floating_point and name in parameters
         stored_dtype = dtype if dtype is not None and is_cast else source_dtype
         tensors.append(ExportedTensor(stored, exported_name, shapes[name], stored_dtype))
-    if buffers := buffers_without_name(model, recipe, model_config):
-        type_name = find_huggingface(recipe).model_type_of(model_config)
+    if buffers := buffers_without_name(model, spec, model_config):
+        type_name = find_huggingface(spec).model_type_of(model_config)
         raise UserError(f"Hugging Face's {type_name} has no {', '.join(buffers)}, and the model needs it")
     if unnamed:
-        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
+        raise UserError(f"model {spec.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
 
 
-def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) -> list[str]:
+def buffers_without_name(model: nn.Module, spec: ModelSpec, model_config: Any) -> list[str]:
     """Return the persistent buffers of `model` that its Hugging Face counterpart lacks.
 
     An example is the bias with which a router selects experts, if the model type has none.  Empty if `hf.names` is not
     used.
     """
-    if recipe.hf is None or recipe.hf.stored is not None:
+    if spec.hf is None or spec.hf.stored is not None:
         return []
-    names = HuggingFaceNames(recipe, model_config)
+    names = HuggingFaceNames(spec, model_config)
     buffers = [name for name, weight in named_weights(model).items() if not isinstance(weight, nn.Parameter)]
     return [name for name in buffers if names.to_huggingface(name) is None]
 
@@ -435,7 +435,7 @@ def _split_into_shards(tensors: Sequence[ExportedTensor], max_bytes: int) -> dic
 
 
 def _text_files(
-    recipe: Recipe,
+    spec: ModelSpec,
     model_config: Any,
     tensors: Sequence[ExportedTensor],
     end_id: int | None,
@@ -448,7 +448,7 @@ def _text_files(
     original = model_files.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
     if not original:
-        texts = {CONFIG_JSON: _config_json(recipe, model_config, tensors, ends)} | _add_tokenizer_config(
+        texts = {CONFIG_JSON: _config_json(spec, model_config, tensors, ends)} | _add_tokenizer_config(
             tokenizer_files, tokenizer, end_id
         )
         return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
@@ -469,14 +469,14 @@ def _text_files(
         if name in texts
     }
     if CONFIG_JSON not in texts:
-        return {CONFIG_JSON: _config_json(recipe, model_config, tensors, ends), **texts}
-    return texts | {CONFIG_JSON: _update_config(texts[CONFIG_JSON], recipe, model_config, tensors)}
+        return {CONFIG_JSON: _config_json(spec, model_config, tensors, ends), **texts}
+    return texts | {CONFIG_JSON: _update_config(texts[CONFIG_JSON], spec, model_config, tensors)}
 
 
 def _config_json(
-    recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor], ends: int | list[int] | None
+    spec: ModelSpec, model_config: Any, tensors: Sequence[ExportedTensor], ends: int | list[int] | None
 ) -> bytes:
-    hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
+    hf, dtype = find_huggingface(spec), _main_dtype(tensors)
     return json_bytes(
         {
             # Otherwise transformers falls back to its defaults for this model type.
@@ -491,14 +491,14 @@ def _config_json(
     )
 
 
-def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
+def _update_config(original: bytes, spec: ModelSpec, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
     """Return the original config.json with only its outdated entries changed."""
-    hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
+    hf, dtype = find_huggingface(spec), _main_dtype(tensors)
     content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
-    if not _describes(content, recipe, model_config):
+    if not _describes(content, spec, model_config):
         new = {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
         content |= new
-        if not _describes(content, recipe, model_config, free_fields(recipe.config, ())):
+        if not _describes(content, spec, model_config, free_fields(spec.config, ())):
             # Another original entry goes before a new one, such as a second name or a length that is given twice.
             content = {key: value for key, value in content.items() if key not in (hf.entries or ())} | new
     if hf.architecture_of(model_config) not in (content.get("architectures") or ()):
@@ -509,10 +509,10 @@ def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: 
     return original if content == json.loads(original) else (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _describes(content: Mapping[str, Any], recipe: Recipe, model_config: Any, ignored: Collection[str] = ()) -> bool:
+def _describes(content: Mapping[str, Any], spec: ModelSpec, model_config: Any, ignored: Collection[str] = ()) -> bool:
     """Return whether the contents of config.json describe this model, apart from fields named in `ignored`."""
     try:
-        fields = fields_of(content, recipe)
+        fields = fields_of(content, spec)
     except UserError:
         return False
     return all(getattr(model_config, name) == value for name, value in fields.items() if name not in ignored)

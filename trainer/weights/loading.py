@@ -1,7 +1,7 @@
 """Loads the initial or base weights of a training run, and builds unsharded models for inference.
 
 Weights come from checkpoints, run folders, Hugging Face folders, single state-dict files (not for inference), or the
-source that the recipe names (`Recipe.weights`).  Functions that take a `Channel` are collective and raise errors on all
+source that the recipe names (`ModelSpec.weights`).  Functions that take a `Channel` are collective and raise errors on all
 ranks together; `load_weights` needs no process group.
 """
 
@@ -19,16 +19,18 @@ from torch import nn
 from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.state_parts import join_state
 from trainer.checkpoint.weights import StoredWeights, open_checkpoint
-from trainer.config import RunConfig, config_from_yaml, declared_model, stored_value
+from trainer.config.changes import stored_value
 from trainer.config.initial_weights import cannot_quantize_random_weights_error
+from trainer.config.load import config_from_yaml
 from trainer.config.location import Location, local_model_path, locate
 from trainer.config.pretrained import (
     CONFIG_JSON,
-    find_native_recipe,
+    find_native,
     generic_model_of,
     read_declared_model,
 )
-from trainer.config.schema import name_of_source
+from trainer.config.schema import RunConfig, name_of_source
+from trainer.config.stored import declared_model
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
 from trainer.experts import ADAPTERS
@@ -40,7 +42,7 @@ from trainer.model.mup import scale_initial_weights
 from trainer.model.network import build_network, replace_head
 from trainer.model.packed import CODE_BITS, Packing
 from trainer.model.units import find_blocks
-from trainer.recipe import Recipe
+from trainer.model_spec import ModelSpec
 from trainer.weights.adapters import (
     BASE,
     BaseWeights,
@@ -68,11 +70,11 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
     load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; if so, nothing is
         loaded here, and the base weights are left uninitialized if `train.init_from` or the recipe names them.
     """
-    recipe = config.recipe
-    source = recipe.initial_weights(config.model)
+    spec = config.spec
+    source = spec.initial_weights(config.model)
     loads_base = source is not None or (load_later and config.train.init_from is not None)
     materialize(
-        model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, is_base_weight if loads_base else None
+        model, config.run.seed, device, spec.init, config.fsdp.cpu_offload, is_base_weight if loads_base else None
     )
     scale_initial_weights(model, config)
     if source is not None and not load_later:
@@ -197,7 +199,7 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
     """Open the initial weights: those of `train.init_from`, else those that the recipe provides.  Collective."""
     init_from = config.train.init_from
     if init_from is None:
-        source = channel.agreed(lambda: config.recipe.initial_weights(config.model))
+        source = channel.agreed(lambda: config.spec.initial_weights(config.model))
         return _InitialWeights(source, setting or f"model.name={config.model.name}", None, config.model_path or "")
     key = setting or "train.init_from"
 
@@ -213,7 +215,7 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
     # Rank 0 decides, because each rank could find a different newest checkpoint of a run in progress.
     location: Location = channel.broadcast(channel.agreed(lambda: find() if channel.is_main else None))
     allow = config.checkpoint.allow_changes
-    source = channel.agreed(lambda: open_weights(location, config.recipe, config.model, key, allow))
+    source = channel.agreed(lambda: open_weights(location, config.spec, config.model, key, allow))
     return _InitialWeights(source, key, location, location.path)
 
 
@@ -252,9 +254,9 @@ def load_weights(
 
 def model_of_folder(location: Location, device: torch.device | str = "cpu") -> nn.Module:
     """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native recipe if one supports it."""
-    recipe, model_config = find_native_recipe(location.path) or generic_model_of(location.path)
-    source = open_weights(location, recipe, model_config, "path")
-    return load_unsharded(build_meta_model(recipe, model_config), recipe, source, torch.device(device))
+    spec, model_config = find_native(location.path) or generic_model_of(location.path)
+    source = open_weights(location, spec, model_config, "path")
+    return load_unsharded(build_meta_model(spec, model_config), spec, source, torch.device(device))
 
 
 def model_of_checkpoint(
@@ -264,20 +266,20 @@ def model_of_checkpoint(
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     source: WeightSource = stored
     if stored.parts.get(BASE, {}).get("path"):  # the checkpoint holds only adapters
-        base = open_base(stored, config.recipe, config.model)
+        base = open_base(stored, config.spec, config.model)
         source = JoinedSource(rename_for_adapters(base, stored.shapes), stored)
-    return load_unsharded(build_network(config), config.recipe, source, torch.device(device))
+    return load_unsharded(build_network(config), config.spec, source, torch.device(device))
 
 
-def build_meta_model(recipe: Recipe, model_config: object) -> nn.Module:
+def build_meta_model(spec: ModelSpec, model_config: object) -> nn.Module:
     """Build the recipe's model on the meta device."""
     with torch.device("meta"):
-        return recipe.build_model(model_config)
+        return spec.build_model(model_config)
 
 
-def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, device: torch.device) -> nn.Module:
+def load_unsharded(model: nn.Module, spec: ModelSpec, source: WeightSource, device: torch.device) -> nn.Module:
     """Allocate `model` unsharded on `device`, fill it from `source`, and put it in evaluation mode."""
-    materialize(model, 0, device, recipe.init, is_loaded_later=lambda name: True)  # some buffers are not stored
+    materialize(model, 0, device, spec.init, is_loaded_later=lambda name: True)  # some buffers are not stored
     fill(model, source, setting="load_weights")
     guard_documents(model)
     return model.eval().requires_grad_(False)
@@ -289,7 +291,7 @@ def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, devic
 
 def open_weights(
     location: Location,
-    recipe: Recipe,
+    spec: ModelSpec,
     model_config: Any,
     setting: str,
     allow_changes: Collection[str] | None = None,
@@ -308,18 +310,16 @@ def open_weights(
         return StateDictFile(Path(location.path), setting)
     if location.kind == "huggingface":
         if checks_fields:  # rejects a recipe that reads its own weights
-            declared = read_declared_model(location.path, recipe, setting)
-            source = SafetensorsFolder(location.path, recipe, model_config, setting)
+            declared = read_declared_model(location.path, spec, setting)
+            source = SafetensorsFolder(location.path, spec, model_config, setting)
         else:
-            recipe_weights = (
-                recipe.initial_weights(replace(model_config, path=location.path)) if recipe.weights else None
-            )
-            source = recipe_weights or SafetensorsFolder(location.path, recipe, model_config, setting)
+            recipe_weights = spec.initial_weights(replace(model_config, path=location.path)) if spec.weights else None
+            source = recipe_weights or SafetensorsFolder(location.path, spec, model_config, setting)
     else:
         stored = open_checkpoint(location.path)
         where = f"{stored.storage}/config.yaml"
-        declared = declared_model(stored.config_yaml, recipe.name, where) if checks_fields else None
-        source = with_merged_adapters(stored, recipe, model_config)
+        declared = declared_model(stored.config_yaml, spec.name, where) if checks_fields else None
+        source = with_merged_adapters(stored, spec, model_config)
     if declared is not None:
         declared.check(model_config, allow_changes or ())
     return source
@@ -327,7 +327,7 @@ def open_weights(
 
 def with_merged_adapters(
     stored: StoredWeights,
-    recipe: Recipe,
+    spec: ModelSpec,
     model_config: Any,
     base: str | None = None,
     dtype: torch.dtype | None = None,
@@ -348,20 +348,20 @@ def with_merged_adapters(
     alpha, rank, base_dtype = (stored_value(stored.config_yaml, f"lora.{key}") for key in keys)
     assert isinstance(alpha, (int, float))
     assert isinstance(rank, int)
-    model = build_meta_model(recipe, model_config)
+    model = build_meta_model(spec, model_config)
     transposed = transposed_layers(model)
     packings: dict[str, Packing] = {}
     experts = find_adapter_parts(model, adapted)
     if str(base_dtype) in CODE_BITS and not into_original:
         expert_adapters = {matrix.adapter for matrix in experts.values()}
         layers = {name.replace(f".{ADAPTERS}.", ".") if name in expert_adapters else name for name in adapted}
-        names = weights_to_pack(model, find_blocks(model, recipe), layers)
+        names = weights_to_pack(model, find_blocks(model, spec), layers)
         packings = {name: Packing(str(base_dtype), model.get_parameter(name).shape[-1]) for name in names}
-    weights = open_base(stored, recipe, model_config, base)
+    weights = open_base(stored, spec, model_config, base)
     return MergedSource(weights, stored, alpha / rank, transposed, packings, dtype, experts)
 
 
-def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
+def open_base(stored: StoredWeights, spec: ModelSpec, model_config: Any, path: str | None = None) -> WeightSource:
     """Return the base weights of a checkpoint with adapters, under their names in the model without adapters.
 
     The checkpoint contains the base weights if they were random.  Otherwise they are read from the path that it records
@@ -376,10 +376,10 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
             f"{stored.description}: has adapters for the weights of {base_path}, which is missing\n"
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
-    source = open_weights(locate(base_path), recipe, model_config, "base")
-    model = build_meta_model(recipe, model_config)
+    source = open_weights(locate(base_path), spec, model_config, "base")
+    model = build_meta_model(spec, model_config)
     if heads := [shape for name, shape in stored.shapes.items() if is_score_name(name)]:
-        replace_head(model, recipe, model_config, heads[0][0])
+        replace_head(model, spec, model_config, heads[0][0])
     names = find_weights(model, source, "base").values()
     checksum = combine_checksums([checksum_lines(source, names)])
     if checksum != identity["checksum"]:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import hub
-from trainer.config import RunConfig
-from trainer.config.schema import name_of_source
+from trainer.config.schema import RunConfig, name_of_source
 from trainer.files import read_json
 
 CARD_FILE = "README.md"

@@ -37,8 +37,8 @@ from trainer.model.lora import is_base_weight
 from trainer.model.network import HuggingFaceNames, MappedTensor
 from trainer.model.packed import find_packings
 from trainer.model.parameters import is_vector, local, local_box, tied_names
-from trainer.recipe import Recipe, StoredTensors
-from trainer.recipe import WeightSource as WeightSource
+from trainer.model_spec import ModelSpec, StoredTensors
+from trainer.model_spec import WeightSource as WeightSource
 from trainer.weights.quantized import with_dequantizing_readers
 from trainer.weights.two_sources import unread_weights
 
@@ -288,7 +288,7 @@ class _StackedTensor:
 class SafetensorsFolder(StoredTensors):
     """A `WeightSource` for a Hugging Face folder, with a single `model.safetensors` or several files and an index.
 
-    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped: opening
+    `ModelSpec.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped: opening
     a file reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep their
     names, so that a comparison with the model reports them.  Raises UserError, starting with `setting`, for a folder,
     index or file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
@@ -297,12 +297,12 @@ class SafetensorsFolder(StoredTensors):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        recipe: Recipe | None = None,
+        spec: ModelSpec | None = None,
         model_config: Any = None,
         setting: str = "path",
     ) -> None:
         """Without a recipe, tensors have the names and shapes that they have in the files."""
-        names = None if recipe is None else HuggingFaceNames(recipe, model_config)
+        names = None if spec is None else HuggingFaceNames(spec, model_config)
         self.description = str(path)
         self._setting = setting
         self.remarks: list[str] = []
@@ -332,7 +332,7 @@ class SafetensorsFolder(StoredTensors):
         if unlisted:
             self.remarks.append(f"with {_first_few(unlisted)}, which {INDEX} does not list")
         self.remarks += unread_weights(path, [file.name for file in files])
-        if recipe is not None and recipe.hf is not None and "quantization_config" in recipe.hf.dropped:
+        if spec is not None and spec.hf is not None and "quantization_config" in spec.hf.dropped:
             readers = self._dequantized(readers)
         self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
         stacks: dict[str, dict[str, _StoredTensor]] = {}

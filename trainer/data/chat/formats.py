@@ -196,7 +196,7 @@ def check_columns(columns: Mapping[str, str], format_name: str) -> None:
             suggestion = json.dumps(
                 {str(nearest_key) if name == key else name: value for name, value in columns.items()}
             )
-            raise setting_error("data.columns", setting_value, rule, meant=suggestion if nearest_key else None)
+            raise setting_error("data.columns", setting_value, rule, proposal=suggestion if nearest_key else None)
 
 
 class Format:

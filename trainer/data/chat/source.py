@@ -31,7 +31,7 @@ from trainer.data.source import IGNORE, Fingerprint, Source, Split, hold_out_las
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
-    from trainer.config import DataSection
+    from trainer.config.schema import DataSection
 
 
 def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:

@@ -187,7 +187,7 @@ def _read_template(path: Path, key: str, setting: str) -> str:
         raise setting_error(key, setting, rule, fix="save it as UTF-8") from error
     except OSError as error:
         rule = f"must be model, chatml, or a Jinja file ({path.name}: {error.strerror})"
-        raise setting_error(key, setting, rule, example="chat.jinja") from error
+        raise setting_error(key, setting, rule, proposal="chat.jinja") from error
 
 
 def template_path(tokenizer: str) -> Path | None:

@@ -53,7 +53,7 @@ class ChatTokenizer:
                 best = nearest(token, sorted(special))
                 meant = [best if other == token else other for other in accepted] if best else None
                 fix = "" if best else "leave it out"
-                raise setting_error("data.special_tokens", list(accepted), rule, meant=meant, fix=fix)
+                raise setting_error("data.special_tokens", list(accepted), rule, proposal=meant, fix=fix)
         self._special_tokens = sorted(special, key=len, reverse=True)  # the longest one must match
         self._special_pattern = _pattern_of(self._special_tokens)
         self._quoted_pattern = _pattern_of([token for token in self._special_tokens if token not in self.accepted])

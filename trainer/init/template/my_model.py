@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer import Recipe, register
+from trainer import ModelSpec, register
 
 
 @dataclass
@@ -62,4 +62,4 @@ class MyModel(nn.Module):
 
 
 # FSDP gathers the parameters of each unit together; list the units in the order of the forward pass.
-register(Recipe("my_model", MyConfig, MyModel, units=["tokens", "positions", "blocks.*", "head"]))
+register(ModelSpec("my_model", MyConfig, MyModel, units=["tokens", "positions", "blocks.*", "head"]))
