@@ -1,8 +1,8 @@
 """Reads a recipe's model fields from the config.json of a Hugging Face model folder, and checks the folder's files.
 
 The fields are compared with the run's configuration before the model is built, because weights of the same shapes may
-belong to another model, for example one with a different `rope_theta` or number of heads.  `ModelSpec.hf` says how entries
-of config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
+belong to another model, for example one with a different `rope_theta` or number of heads.  `ModelSpec.hf` says how
+entries of config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
 torch.
 """
 

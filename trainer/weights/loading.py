@@ -1,8 +1,8 @@
 """Loads the initial or base weights of a training run, and builds unsharded models for inference.
 
 Weights come from checkpoints, run folders, Hugging Face folders, single state-dict files (not for inference), or the
-source that the recipe names (`ModelSpec.weights`).  Functions that take a `Channel` are collective and raise errors on all
-ranks together; `load_weights` needs no process group.
+source that the model spec names (`ModelSpec.weights`).  Functions that take a `Channel` are collective and raise errors
+on all ranks together; `load_weights` needs no process group.
 """
 
 from __future__ import annotations
