@@ -24,9 +24,9 @@ import torch
 
 from trainer import __version__
 from trainer.checkpoint.weights import open_checkpoint
-from trainer.config.initial_weights import allows_other_tokenizer
 from trainer.config.load import config_from_yaml
 from trainer.config.schema import RunConfig
+from trainer.config.weights import allows_other_tokenizer
 from trainer.data.prompts import chat_stop_ids
 from trainer.data.records import kind_of
 from trainer.data.tokenizer import find_tokenizer

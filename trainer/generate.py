@@ -28,16 +28,15 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.weights import open_checkpoint
-from trainer.config.initial_weights import check_tokenizer_of_folder
 from trainer.config.load import config_from_yaml
-from trainer.config.location import Location, local_model_path, locate
-from trainer.config.pretrained import (
+from trainer.config.model_folder import (
     CONFIG_JSON,
     check_single_gguf,
     check_weights,
     has_config_only,
     model_config_of,
 )
+from trainer.config.weights import Location, check_tokenizer_of_folder, local_model_path, locate
 from trainer.data.progress import ProgressLine
 from trainer.data.prompts import ChatPrompts, chat_prompt_tokens, chat_stop_ids, prompt_tokens, read_prompts
 from trainer.data.tokenizer import Tokenizer, find_tokenizer

@@ -113,8 +113,8 @@ class HuggingFace:
     entries: the entries of config.json that the recipe understands, each with the type that it must have, for example
         {"hidden_size": int, "head_dim": int | None}: those that `model_fields` reads, and those that have no effect on
         the model.  A folder with any other entry is refused, unless the entry is null, in `fixed` or `dropped`, or has
-        no effect on any model (`trainer.config.pretrained.METADATA`).  None: the entries that `config` returns, of any
-        type.
+        no effect on any model (`trainer.config.model_folder.METADATA`).  None: the entries that `config` returns, of
+        any type.
     fixed: entries of config.json for which the model supports only one value, for example {"hidden_act": "silu"}.
         Exports contain them, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".

@@ -34,7 +34,7 @@ from trainer.config.command_line import (
     recipe_list,
 )
 from trainer.config.load import load_config, load_with_origins
-from trainer.config.mesh import smallest_mesh
+from trainer.config.parallel import smallest_mesh
 from trainer.config.passes import run_passes
 from trainer.config.rules import check_config, check_requirements, likely_device
 from trainer.config.schema import RunConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.config.declare import declare
-from trainer.config.pretrained import (
+from trainer.config.model_folder import (
     CONFIG_JSON,
     check_headers,
     check_readable,

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import initialization
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trainer.config.pretrained import why_not_native
+from trainer.config.model_folder import why_not_native
 from trainer.errors import nearest, reason_of, setting_error
 from trainer.loss import cross_entropy, linear_cross_entropy
 from trainer.model.documents import checked_call

@@ -16,7 +16,7 @@ import torch
 from tests.helpers.launch import command
 from tests.helpers.moe import moe
 from trainer import Trainer, UserError, load_weights
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.rules import check_config
 from trainer.experts import Balance, Load, TopKExperts, expert_load
 from trainer.loss import IGNORE

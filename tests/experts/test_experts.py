@@ -20,7 +20,7 @@ from tests.helpers.launch import command, on_ranks
 from tests.helpers.moe import moe
 from tests.helpers.no_plan import make_no_plan
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.rules import check_config
 from trainer.errors import TrainingFailed
 from trainer.experts import apply_experts, grouped_mm

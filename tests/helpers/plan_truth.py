@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers.commands import meshtrainer
 from trainer import Trainer, load_config
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.schema import AUTO, RunConfig
 from trainer.loss import find_loss
 from trainer.model.gradients import gradient_sync

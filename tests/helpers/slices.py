@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainer.config.mesh import Slices
+from trainer.config.parallel import Slices
 
 LENGTHS = [[5, 1, 10, 16], [32], [1, 1, 30], [20, 12]]
 """Lengths of the documents in each row of a batch."""

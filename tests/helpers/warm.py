@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.launch import tiny
 from trainer import load_config
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan

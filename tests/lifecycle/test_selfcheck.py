@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers.launch import on_ranks, run, tiny
 from trainer import RunConfig, Trainer, TrainLoader, load_config
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.model.parameters import local
 
 ON_2_X_2 = ["mesh.replicate=2", "mesh.shard=2"]

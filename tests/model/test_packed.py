@@ -25,7 +25,7 @@ from trainer import RunConfig, Trainer, UserError, load_config, load_weights
 from trainer import run as run_command
 from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.schema import LoraSection
 from trainer.export import command_line as export_command
 from trainer.model.lora import AdaptedLinear, add_adapters

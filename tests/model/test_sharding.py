@@ -29,7 +29,7 @@ from tests.helpers.tiny import full
 from trainer import ModelSpec, RunConfig, Trainer, TrainLoader, UserError, load_config, register
 from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.data.opening import open_source
 from trainer.model.gradients import gradient_sync, norm_and_clip_factor
 from trainer.model.materialize import materialize

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from trainer import UserError, load_config
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.plan import probe
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import Plan, make_plan, without_data

@@ -18,7 +18,7 @@ from tests.helpers.launch import merged, on_ranks, run, tiny
 from tests.helpers.plan_truth import measure
 from tests.helpers.slices import LENGTHS, numbers, part_of, slices_of
 from trainer import Trainer, TrainLoader, UserError, load_config
-from trainer.config.mesh import find_slices, resolve_context_method, smallest_mesh
+from trainer.config.parallel import find_slices, resolve_context_method, smallest_mesh
 from trainer.config.rules import check_config
 from trainer.data.loader import EvalLoader, slice_batch
 from trainer.data.opening import open_source

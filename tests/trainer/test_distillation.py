@@ -17,7 +17,7 @@ from tests.helpers.objectives import PLAIN_SGD, SEQ_LEN, VOCAB, config_of, globa
 from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.tiny import lines
 from trainer import RunConfig, Trainer, UserError, load_weights
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.data.source import IGNORE
 from trainer.objective import TokenObjective, find_objective
 from trainer.plan.machine import find_machine

@@ -22,7 +22,7 @@ from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.launch import command, run
 from tests.helpers.objectives import Pairs, config_of, trainer_on
 from trainer import Trainer, UserError
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 

@@ -17,8 +17,8 @@ import torch
 
 from tests.helpers.cases import in_campaign
 from trainer import UserError, load_config
-from trainer.config.location import locate
-from trainer.config.pretrained import find_native, generic_model_of
+from trainer.config.model_folder import find_native, generic_model_of
+from trainer.config.weights import locate
 from trainer.model.network import build_network
 from trainer.registry import find_model
 from trainer.weights.exporting import ModelFiles, export, read_model_files

@@ -8,9 +8,9 @@ from trainer.checkpoint.manifest import CHECKPOINT_PREFIX, checkpoint_name
 from trainer.checkpoint.retention import best_step, newest_step
 from trainer.checkpoint.storage import Storage, list_configured_folder, open_storage
 from trainer.config.changes import stored_value
-from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.passes import current_checkpoint_dir
 from trainer.config.stored import CONFIG, run_from_best_path
+from trainer.config.weights import CHECKPOINT_FILES
 from trainer.errors import UserError
 from trainer.files import local_path
 

@@ -22,21 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer import gguf_model, hub
 from trainer.config.changes import compare_configs
-from trainer.config.experts import resolve_expert_method
-from trainer.config.initial_weights import (
-    allows_other_tokenizer,
-    check_initial_weights,
-    check_readable_tokenizer,
-    check_same_tokenizer,
-    find_weights_tokenizer,
-    is_fine_tuning,
-    parse_bool,
-    will_resume,
-)
 from trainer.config.keys import assign, declared_keys
-from trainer.config.location import locate
-from trainer.config.mesh import MeshShape, resolve_context_method
-from trainer.config.pretrained import (
+from trainer.config.model_folder import (
     DeclaredModel,
     find_native,
     free_fields,
@@ -44,6 +31,7 @@ from trainer.config.pretrained import (
     read_declared_model,
     stored_dtype,
 )
+from trainer.config.parallel import MeshShape, resolve_context_method, resolve_expert_method
 from trainer.config.recipe_files import find_recipe_file, read_yaml, recipe_files
 from trainer.config.rules import likely_device
 from trainer.config.schema import AUTO, MODEL, MODEL_KEYS, SUBSECTIONS, RunConfig
@@ -56,6 +44,17 @@ from trainer.config.stored import (
     is_written_by_run,
     read_run_config,
     section_of,
+)
+from trainer.config.weights import (
+    allows_other_tokenizer,
+    check_initial_weights,
+    check_readable_tokenizer,
+    check_same_tokenizer,
+    find_weights_tokenizer,
+    is_fine_tuning,
+    locate,
+    parse_bool,
+    will_resume,
 )
 from trainer.errors import UserError, setting_error
 from trainer.registry import find_model, import_object

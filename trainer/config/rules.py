@@ -22,18 +22,19 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config.experts import check_expert, with_expert
 from trainer.config.keys import declared_keys
-from trainer.config.mesh import (
+from trainer.config.model_folder import check_single_gguf
+from trainer.config.parallel import (
     MeshShape,
     check_batch,
     check_context,
+    check_expert,
     context_choices,
     nearest_divisor,
     resolve_mesh_shape,
     with_context,
+    with_expert,
 )
-from trainer.config.pretrained import check_single_gguf
 from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
 from trainer.config.stored import CONFIG, run_from_best_path
 from trainer.errors import UserError, choice_error, nearest, setting_error

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.config.pretrained import DeclaredModel
+from trainer.config.model_folder import DeclaredModel
 from trainer.errors import MASK, UserError, setting_error
 from trainer.registry import check_import
 

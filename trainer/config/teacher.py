@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Literal
 
 from trainer.config.load import config_from_yaml
-from trainer.config.location import locate
-from trainer.config.pretrained import find_native, generic_model_of
+from trainer.config.model_folder import find_native, generic_model_of
 from trainer.config.schema import LoraSection, RunConfig
 from trainer.config.stored import CONFIG
+from trainer.config.weights import locate
 from trainer.errors import setting_error
 from trainer.objective import Tokens
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainer import hub
-from trainer.config.initial_weights import will_resume
 from trainer.config.stored import read_run_config
+from trainer.config.weights import will_resume
 from trainer.data.records import DOCUMENT_SUFFIXES, InputFile, kind_of
 from trainer.errors import setting_error
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.config.mesh import Slices, find_slices
+from trainer.config.parallel import Slices, find_slices
 from trainer.config.schema import RunConfig
 from trainer.data.mixture import (
     Permutation,

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.config.passes import Resolution, run_passes
 from trainer.config.rules import check_schedule
+from trainer.config.weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.data.build import load_or_build
 from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.schema import RunConfig
 from trainer.distributed.channel import Channel
 from trainer.distributed.environment import (

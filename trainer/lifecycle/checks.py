@@ -33,8 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainer.config.experts import advice_on_shards
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape, advice_on_shards
 from trainer.config.rules import check_config, check_requirements
 from trainer.config.schema import RunConfig
 from trainer.data.loader import TrainLoader

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
-from trainer.config.mesh import Slices
+from trainer.config.parallel import Slices
 from trainer.config.rules import compiles_blocks
 from trainer.config.schema import RunConfig
 from trainer.data.loader import Batch, TrainLoader

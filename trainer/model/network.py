@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.config.pretrained import find_huggingface
+from trainer.config.model_folder import find_huggingface
 from trainer.config.schema import RunConfig
 from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error

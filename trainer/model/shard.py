@@ -24,7 +24,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trainer.config.mesh import find_slices, nearest_divisor
+from trainer.config.parallel import find_slices, nearest_divisor
 from trainer.config.rules import budget_of, compiles_blocks, offloaded_fraction
 from trainer.config.schema import AUTO, FsdpSection, RunConfig
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis

@@ -36,11 +36,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.config.command_line import missing_recipe_error, split_allow_import
-from trainer.config.experts import advice_on_shards, resolve_expert_method
 from trainer.config.keys import declared_keys
 from trainer.config.load import load_config
-from trainer.config.mesh import resolve_context_method, resolve_mesh_shape, smallest_mesh
 from trainer.config.messages import unexpected_argument_error, unknown_option_error
+from trainer.config.parallel import (
+    advice_on_shards,
+    resolve_context_method,
+    resolve_expert_method,
+    resolve_mesh_shape,
+    smallest_mesh,
+)
 from trainer.config.recipe_files import recipe_files
 from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.schema import RunConfig
 from trainer.distributed.environment import find_environment
 from trainer.distributed.exchange import all_gather_single

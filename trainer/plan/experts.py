@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainer.config.experts import (
+from trainer.config.parallel import (
+    MeshShape,
     check_expert,
     expert_parallel_choices,
     expert_sizes,
     resolve_expert_method,
     with_expert,
 )
-from trainer.config.mesh import MeshShape
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError
 from trainer.model.network import build_network

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.passes import Resolution, run_passes
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World

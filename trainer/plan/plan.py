@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import get_args
 
 from trainer.checkpoint.interval import Costs, costs_of
-from trainer.config.mesh import MeshShape
+from trainer.config.parallel import MeshShape
 from trainer.config.rules import offloaded_fraction
 from trainer.config.schema import RunConfig
 from trainer.config.teacher import teacher_config

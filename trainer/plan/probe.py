@@ -25,7 +25,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from trainer.config.mesh import find_slices
+from trainer.config.parallel import find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.config.schema import RunConfig
 from trainer.data.opening import open_source

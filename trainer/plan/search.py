@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.config.mesh import MeshShape, context_choices
+from trainer.config.parallel import MeshShape, context_choices
 from trainer.config.rules import offloaded_fraction
 from trainer.config.schema import AUTO, RunConfig, TrainSection
 from trainer.errors import UserError

@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trainer.config.mesh import Slices
+from trainer.config.parallel import Slices
 from trainer.distributed.exchange import exchange_parts, gather_parts
 from trainer.errors import UserError, setting_error
 from trainer.sequence.row_layout import Documents

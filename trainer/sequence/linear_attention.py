@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from trainer.config.mesh import Slices
+from trainer.config.parallel import Slices
 from trainer.distributed.exchange import gather_parts
 from trainer.sequence.chunk_states import chunk_states, last_state
 from trainer.sequence.row_layout import Cache, Documents, current_slices

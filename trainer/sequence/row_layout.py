@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from trainer.config.mesh import Slices, find_slices
+from trainer.config.parallel import Slices, find_slices
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.state_parts import StatePart
-from trainer.config.pretrained import find_huggingface
+from trainer.config.model_folder import find_huggingface
 from trainer.config.schema import LoraSection
 from trainer.errors import UserError
 from trainer.experts import ADAPTER_NAME

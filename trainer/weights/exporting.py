@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.checkpoint.state_parts import StatePart
-from trainer.config.pretrained import (
+from trainer.config.model_folder import (
     CONFIG_JSON,
     INDEX,
     WEIGHTS,

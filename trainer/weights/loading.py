@@ -20,10 +20,8 @@ from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.state_parts import join_state
 from trainer.checkpoint.weights import StoredWeights, open_checkpoint
 from trainer.config.changes import stored_value
-from trainer.config.initial_weights import cannot_quantize_random_weights_error
 from trainer.config.load import config_from_yaml
-from trainer.config.location import Location, local_model_path, locate
-from trainer.config.pretrained import (
+from trainer.config.model_folder import (
     CONFIG_JSON,
     find_native,
     generic_model_of,
@@ -31,6 +29,7 @@ from trainer.config.pretrained import (
 )
 from trainer.config.schema import RunConfig, name_of_source
 from trainer.config.stored import declared_model
+from trainer.config.weights import Location, cannot_quantize_random_weights_error, local_model_path, locate
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
 from trainer.experts import ADAPTERS

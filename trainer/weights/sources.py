@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.pretrained import (
+from trainer.config.model_folder import (
     CONFIG_JSON,
     INDEX,
     MAX_INDEX_BYTES,
@@ -289,9 +289,9 @@ class SafetensorsFolder(StoredTensors):
     """A `WeightSource` for a Hugging Face folder, with a single `model.safetensors` or several files and an index.
 
     `ModelSpec.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped:
-    opening a file reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep their
-    names, so that a comparison with the model reports them.  Raises UserError, starting with `setting`, for a folder,
-    index or file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
+    opening a file reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep
+    their names, so that a comparison with the model reports them.  Raises UserError, starting with `setting`, for a
+    folder, index or file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
     """
 
     def __init__(

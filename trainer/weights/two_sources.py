@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.config.pretrained import CONFIG_JSON, INDEX, MAX_INDEX_BYTES
+from trainer.config.model_folder import CONFIG_JSON, INDEX, MAX_INDEX_BYTES
 from trainer.files import read_json
 
 _WEIGHTS = (

@@ -2,8 +2,8 @@
 
 The fields are compared with the run's configuration before the model is built, because weights of the same shapes may
 belong to another model, for example one with a different `rope_theta` or number of heads.  `ModelSpec.hf` says how
-entries of config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
-torch.
+entries of config.json correspond to fields, and which values are supported.  This module reads no tensors and does not
+import torch.
 """
 
 from __future__ import annotations
