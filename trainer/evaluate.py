@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer import run
 from trainer.config.changes import stored_value
 from trainer.config.command_line import parse, split_allow_import
+from trainer.config.files import check_imports, read_stored
 from trainer.config.load import load_config
 from trainer.config.model_folder import check_single_gguf, check_weights, find_native
 from trainer.config.rules import check_config, check_requirements, likely_device
 from trainer.config.schema import RunConfig
-from trainer.config.stored import check_imports, read_stored
 from trainer.config.weights import local_model_path, locate
 from trainer.distributed.environment import Environment, die_with_parent, find_environment, limit_spinning
 from trainer.errors import (

@@ -24,7 +24,7 @@ import torch
 
 from trainer import __version__
 from trainer.checkpoint.weights import open_checkpoint
-from trainer.config.load import config_from_yaml
+from trainer.config.load import load_stored
 from trainer.config.schema import RunConfig
 from trainer.config.weights import allows_other_tokenizer
 from trainer.data.prompts import chat_stop_ids
@@ -84,7 +84,7 @@ def export_checkpoint(
     or if `target` cannot be written; TrainingFailed if the checkpoint is corrupt.
     """
     stored = open_checkpoint(checkpoint, ema)
-    config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
+    config = load_stored(stored.config_yaml, allow_import=allow_import)
     path, model_files = Path(target), model_files_of(stored)
     if TOKENIZER in model_files.files and _was_trained_on_bytes(config):
         print_stderr(
@@ -258,7 +258,7 @@ def _export(options: argparse.Namespace) -> int:
 def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allow_import: Collection[str] = ()) -> str:
     """Return the model card (the text of README.md) for a run or checkpoint that was exported to `exported`."""
     stored = open_checkpoint(checkpoint)
-    config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
+    config = load_stored(stored.config_yaml, allow_import=allow_import)
     candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # `checkpoint` may be a moved run folder
     metrics = next((file for file in candidates if file.is_file()), None)
     records = [] if metrics is None else [record for _, record in read_records(metrics)]

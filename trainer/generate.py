@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.weights import open_checkpoint
-from trainer.config.load import config_from_yaml
+from trainer.config.load import load_stored
 from trainer.config.model_folder import (
     CONFIG_JSON,
     check_single_gguf,
@@ -158,7 +158,7 @@ def open_generator(
         (build, load), (tokenizer, template) = _model_of_folder(location, device), settings_for_folder(folder)
         return TextGenerator(build, load, device, tokenizer, template, _generation_settings(read_model_files(folder)))
     source = open_checkpoint(location.path, ema)
-    config = config_from_yaml(source.config_yaml, allow_import=allow_import)
+    config = load_stored(source.config_yaml, allow_import=allow_import)
     if config.objective.outputs:
         rule = f"was trained with train.objective={config.train.objective}: it scores texts, and cannot generate them"
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")

@@ -27,15 +27,13 @@ from trainer.config.command_line import (
     USAGE,
     Arguments,
     completion_script,
-    explained_yaml,
     full_help,
     missing_recipe_error,
     parse,
     recipe_list,
 )
-from trainer.config.load import load_config, load_with_origins
+from trainer.config.load import load, load_config
 from trainer.config.parallel import smallest_mesh
-from trainer.config.passes import run_passes
 from trainer.config.rules import check_config, check_requirements, likely_device
 from trainer.config.schema import RunConfig
 from trainer.distributed.environment import (
@@ -152,19 +150,19 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
         if overrides or arguments.options:
             raise missing_recipe_error(USAGE.partition("\n")[0], overrides)
         raise UserError(f"{USAGE}\n{recipe_list()}")
-    config, resolution = load_with_origins(recipe, overrides, arguments.allow_import)
+    loaded = load(recipe, overrides, arguments.allow_import)
+    config = loaded.config
     if arguments.has_option("--print-config"):
         _check_before_printing(config, arguments.nproc, env)
         from trainer.data.opening import is_untokenized, resolve_from_data
 
         if config.data.path and not is_untokenized(config.data):  # token shards determine the number of steps
-            config = resolve_from_data(config, resolution)
-        text = explained_yaml(config, resolution.origins) if arguments.has_option("--why") else config.to_yaml()
+            loaded.apply("the length of the data", resolve_from_data)
+        text = loaded.config.to_yaml(loaded.origins if arguments.has_option("--why") else None)
         print_stdout(text, end="")
         return None
-    config = run_passes("start", config, resolution)
     if env.launcher != "nproc":  # with nproc, the parent process has already done this
-        for note in resolution.notes if env.rank == 0 else ():
+        for note in loaded.notes if env.rank == 0 else ():
             print_stderr(note)
     return config
 

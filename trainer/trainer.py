@@ -52,7 +52,7 @@ from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, training_bytes
-from trainer.plan.forecast import Forecast, describe_choice, resolve_auto
+from trainer.plan.forecast import Forecast, describe_choice, resolve_on_device
 from trainer.sequence import enable_slices
 from trainer.stopping import stop
 from trainer.weights.exporting import ModelFiles
@@ -92,7 +92,7 @@ class Trainer:
         """Build the model, the optimizer and the data.  Collective."""
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
-        self.config, self.plan_choice = resolve_auto(resolve_from_data(config), self.shape, self.world)
+        self.config, self.plan_choice = resolve_on_device(resolve_from_data(config), self.shape, self.world)
         self.forecast = Forecast(self.config, self.shape, self.world)
         seed_everything(self.config.run.seed, self.world.rank)
 
@@ -138,10 +138,11 @@ class Trainer:
         self.storage_to_check = world.agreed(lambda: open_storage(config.checkpoint.dir or self.folder.checkpoints))
         """The storage to check for free space; in a dry run, that of the actual run."""
         run_info = RunInfo(
-            config.with_absolute_paths().to_yaml(),
+            config.stored_yaml(),
             mesh_sizes(self.mesh, config),
             world.env.job,
             world.env.num_restarts,
+            str(config.run_dir),
         )
         self.checkpoints = Checkpoints(
             self.storage_to_check, world, config.checkpoint, config.eval.metric, config.higher_is_better, run_info

@@ -26,10 +26,16 @@ from trainer.errors import UserError, setting_error
 class HfConfig:
     """The configuration of a model that transformers builds: its folder, its config.json, and a few settings."""
 
-    path: str = declare("", "Hugging Face model: a folder, org/name on the Hub, or a .gguf file", training_only=True)
+    path: str = declare(
+        "",
+        "Hugging Face model: a folder, org/name on the Hub, or a .gguf file",
+        on_resume="free",
+        training_only=True,
+    )
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
         None,
         "attention implementation; null: that in config.json, else sdpa if the model supports it",
+        on_resume="free",
         training_only=True,
         aliases={"flex_attention": "flex", "flash": "flash_attention_2"},
     )
@@ -37,6 +43,7 @@ class HfConfig:
         False,
         "start from random weights; for a folder without weights, the default is true, except for fine-tuning (chats, "
         "preferences, LoRA)",
+        on_resume="free",
         training_only=True,
     )
     config: dict[str, Any] = field(

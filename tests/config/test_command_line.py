@@ -23,7 +23,7 @@ from tests.helpers.runs import SharedRun
 from trainer import load_config, run
 from trainer.config.keys import declared_keys
 from trainer.config.messages import type_name
-from trainer.config.recipe_files import recipe_description, recipe_files
+from trainer.config.files import recipe_description, recipe_files
 from trainer.registry import find_model
 
 # ---------------------------------------------------------------------------------------------------------------

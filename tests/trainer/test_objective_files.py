@@ -18,7 +18,7 @@ from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.launch import REPOSITORY, merged, run
 from tests.helpers.objectives import write_pairs, write_records
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.config.recipe_files import recipe_files
+from trainer.config.files import recipe_files
 from trainer.config.rules import check_config
 from trainer.data.opening import open_source
 from trainer.data.source import as_mapping

@@ -8,8 +8,8 @@ from trainer.checkpoint.manifest import CHECKPOINT_PREFIX, checkpoint_name
 from trainer.checkpoint.retention import best_step, newest_step
 from trainer.checkpoint.storage import Storage, list_configured_folder, open_storage
 from trainer.config.changes import stored_value
-from trainer.config.passes import current_checkpoint_dir
-from trainer.config.stored import CONFIG, run_from_best_path
+from trainer.config.files import CONFIG, run_from_best_path
+from trainer.config.schema import RUN_DIR_REFERENCE
 from trainer.config.weights import CHECKPOINT_FILES
 from trainer.errors import UserError
 from trainer.files import local_path
@@ -60,10 +60,9 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
 def _configured_folder(run: Storage) -> list[Storage]:
     """Return the `checkpoint.dir` in a run's stored configuration as a list, which is empty if it is not set."""
     try:
-        text = run.read(CONFIG).decode(errors="replace")
-        checkpoint_dir, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
+        checkpoint_dir = stored_value(run.read(CONFIG).decode(errors="replace"), "checkpoint.dir")
     except (OSError, UserError):  # not a run folder
         return []
     if not (isinstance(checkpoint_dir, str) and checkpoint_dir):
         return []
-    return [open_storage(current_checkpoint_dir(checkpoint_dir, str(run_dir or run), str(run)))]
+    return [open_storage(checkpoint_dir.replace(RUN_DIR_REFERENCE, str(run)))]

@@ -52,6 +52,8 @@ class Manifest:
     """The launcher's identifier of the job."""
     restarts: int = 0
     """How many times the launcher had restarted the job."""
+    run_dir: str = ""
+    """The run's folder."""
     num_skipped: int = 0
     """Number of consecutive steps skipped just before the save.  If above 0, the weights may be bad."""
     replaced_steps: Sequence[int] = ()
@@ -83,6 +85,8 @@ class RunInfo:
     """The launcher's identifier of the job."""
     restarts: int = 0
     """How many times the launcher had restarted the job."""
+    run_dir: str = ""
+    """The run's folder."""
 
 
 def checkpoint_name(step: int) -> str:

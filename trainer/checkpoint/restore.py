@@ -92,7 +92,7 @@ class CheckpointReader:
                 config_yaml = read_file(storage, manifest, CONFIG).decode()
             except (Damaged, FileNotFoundError, UserError):
                 continue
-            return RunInfo(config_yaml, manifest.mesh, manifest.job, manifest.restarts)
+            return RunInfo(config_yaml, manifest.mesh, manifest.job, manifest.restarts, manifest.run_dir)
         return None
 
     @property

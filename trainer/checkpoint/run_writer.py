@@ -85,6 +85,7 @@ class RunWriter(CheckedWriter):
             "mesh": dict(info.mesh),
             "job": info.job,
             "restarts": info.restarts,
+            "run_dir": info.run_dir,
             "num_skipped": snapshot.num_skipped,
             "replaced_steps": list(snapshot.replaced_steps),
             "evaluation": dict(snapshot.evaluation),

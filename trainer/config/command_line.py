@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from trainer.config.files import recipe_description, recipe_files
 from trainer.config.keys import declared_keys
 from trainer.config.messages import DASHES, type_name, unexpected_argument_error, unknown_option_error
-from trainer.config.recipe_files import recipe_description, recipe_files
 from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.errors import UserError, choice_error, nearest, printable, setting_error
 from trainer.objective import all_objectives

@@ -12,18 +12,58 @@ from typing import Any, Literal
 
 from trainer.errors import setting_error
 
+OnResume = Literal["fixed", "free", "ignored"]
+"""Whether a key may change when a run resumes: `fixed`, only if `checkpoint.allow_changes` names it; `free`; or
+`ignored`, if it does not affect training and a change is not even reported."""
 
-def declare(default: Any, meaning: str, **limits: Any) -> Any:
-    """Return the dataclass field of one configuration key, with its default, its help text and its limits.
 
-    limits: `at_least`, `above`, `at_most` and `below` for numbers.  `aliases` maps other names of values to the values
-        that messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.
-        `training_only=True` marks a model field that only affects training, such as dropout: it may differ from the
-        value that the model in `train.init_from` was trained with.
+def declare(
+    default: Any,
+    meaning: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    pattern: str | None = None,
+    form: str | None = None,
+    aliases: Mapping[str, object] | None = None,
+    example: object = None,
+    needs: str | None = None,
+    on_resume: OnResume | None = None,
+    training_only: bool = False,
+    is_computed: bool = False,
+) -> Any:
+    """Return the dataclass field of one configuration key.
+
+    meaning: the key's help text.
+    at_least, above, at_most, below: limits for numbers.
+    pattern: a regular expression that text must match; `form` describes it, or the type, in words.
+    aliases: other names of values, with the values that messages propose instead: {"gpu": "cuda"}.
+    example: a value that messages propose if none is near; needed where the default is empty or disables the feature.
+    needs: "KEY=VALUE" or "KEY": the key may differ from its default only if KEY has this value, or is not false, 0 or
+        empty.
+    on_resume: whether the key may change when a run resumes; by default, its section decides.
+    training_only: marks a model field that only affects training, such as dropout: it may differ from the value that
+        the model in `train.init_from` was trained with.
+    is_computed: marks a value that follows from other keys.  It is not a key, and is not stored.
     """
-    if "free" in limits:
-        limits["training_only"] = limits.pop("free")  # the old name; remove in the next release
-    return field(default=default, metadata={"meaning": meaning, **limits})
+    given = {
+        "meaning": meaning,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+        "below": below,
+        "pattern": pattern,
+        "form": form,
+        "aliases": aliases,
+        "example": example,
+        "needs": needs,
+        "on_resume": on_resume,
+    }
+    metadata = {name: value for name, value in given.items() if value is not None}
+    metadata |= {"training_only": training_only, "is_computed": is_computed}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Lists the configuration's keys, parses their values from the command line, and checks types and limits."""
+"""The keys of the configuration: their typed tree, and the conversion of values from files and the command line."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -10,7 +11,6 @@ import os
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,17 +29,24 @@ from trainer.config.schema import SUBSECTIONS, RunConfig
 from trainer.errors import UserError, as_argument, as_typed, choice_error, setting_error
 from trainer.objective import Tokens
 
+COMMAND_LINE = "command line"
+"""The origin of values from the command line."""
+
+TYPED_BY_OTHERS = ("model.", "objective.")
+"""Prefixes of the keys whose types depend on `model.name` and `train.objective`.  On the command line, their values are
+text until these are known."""
+
 EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 """The part of an error message that says what is wrong with an empty value."""
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return a mapping from each key to its dataclass field, whose `metadata` has the key's help text and limits.
+    """Return a mapping from each key to its dataclass field, whose `metadata` is what `declare` was given.
 
     model: the dataclass of the `model` section; None leaves out that section's keys.
     objective: the dataclass of the `objective` section.
     """
-    return dict(_declared_keys(model, objective))
+    return dict(_declared_keys(model, objective))  # type: ignore[arg-type]  # classes can be hashed
 
 
 @functools.cache
@@ -52,7 +59,7 @@ def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclas
             key = f"{prefix}.{item.name}"
             if key in SUBSECTIONS:
                 add(key, hints[item.name])
-            else:
+            elif not item.metadata.get("is_computed"):
                 item.type = hints[item.name]
                 keys[key] = item
 
@@ -62,6 +69,11 @@ def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclas
         if owner is not None:
             add(section.name, owner)
     return keys
+
+
+def flat_values(config: RunConfig) -> dict[str, Any]:
+    """Return the value of every key of a configuration."""
+    return {key: operator.attrgetter(key)(config) for key in declared_keys(type(config.model), type(config.objective))}
 
 
 def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -77,19 +89,12 @@ def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         raise setting_error(key, value, "is a section of keys", fix=f"set one of its keys, such as {key}.lr=0.02")
 
 
-@functools.cache
-def default_tree(model: type, objective: type) -> DictConfig:
-    """Return the tree of all defaults.  Callers must copy it; copying takes a fifth as long as building the tree."""
-    tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
-    keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
-    for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
-        OmegaConf.set_readonly(node, False)
-    assert isinstance(tree, DictConfig)
-    return tree
+# ---------------------------------------------------------------------------------------------------------------
+# The command line
 
 
 def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys on the command line, each with its value as text.
+    """Return the keys on the command line, each with its value as text.  Of a key given twice, the last value counts.
 
     Raises UserError for an argument that is not of the form key=value.
     """
@@ -111,66 +116,102 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
     return assignments
 
 
-def parse_override(key: str, text: str, hint: Any) -> Any:
-    """Return the value of a command-line override: the text itself if the key takes text, otherwise parsed as YAML.
+def parse_text(key: str, text: str, hint: Any) -> Any:
+    """Return the value of a key on the command line: the text itself if the key takes only text, otherwise as in YAML.
 
-    If a key takes either text or a mapping, the value is a mapping only if the text is one in YAML.  Raises UserError
-    for text that is not valid YAML, for a number that YAML would read in another base, and for empty text unless it is
-    for a model's key.
+    If a key takes either text or a list or mapping, the value is one of these only if the text is one in YAML.  Raises
+    UserError for text that is not valid YAML, for a number that YAML would read in another base, and for empty text
+    unless it is for a model's key.
     """
     options = union_members(hint)
+    is_nullable = type(None) in options
     if not text and not key.startswith("model."):
-        example = "null" if type(None) in options else None
-        raise setting_error(
-            key, text, EMPTY_VALUE_PROBLEM, proposal=example, fix="" if example else "leave it out, or give a value"
-        )
+        fix = "" if is_nullable else "leave it out, or give a value"
+        raise setting_error(key, text, EMPTY_VALUE_PROBLEM, "null" if is_nullable else None, fix=fix)
     if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
         rule = f"must be {type_name(hint)}: with a leading zero or a colon it would be read in base 8 or 60"  # YAML 1.1
-        meant = None if ":" in text else int(text)
-        raise setting_error(key, text, rule, proposal=meant, fix="" if meant is not None else "write one number")
-    if type(None) in options and text in ("null", "~"):
+        decimal = None if ":" in text else int(text)
+        raise setting_error(key, text, rule, decimal, fix="write one number" if decimal is None else "")
+    if is_nullable and text in ("null", "~"):
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
         return text
-    may_be_text = str in options and any(typing.get_origin(option) is dict for option in options)
     try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        if may_be_text:
+        if str in options:
             return text
         raise setting_error(key, text, "is not a valid YAML value") from error
-    return text if may_be_text and not isinstance(value, dict) else value
+    takes_value = any(typing.get_origin(option) is type(value) for option in options)
+    return text if str in options and not takes_value else value
 
 
-def assign(
-    tree: Any, known_keys: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, text: str = ""
-) -> None:
-    """Set one key of the typed tree.  Raises UserError for an unknown key, a value of the wrong type, or a resolver.
+# ---------------------------------------------------------------------------------------------------------------
+# The typed tree
 
-    where: the file that sets the key, as text to append to messages; empty for the command line.
-    text: the value as the user typed it.
+
+@functools.cache
+def default_tree(model: type, objective: type) -> DictConfig:
+    """Return the tree of all defaults.  Callers must copy it; copying takes a fifth as long as building the tree."""
+    tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
+    keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
+    for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
+        OmegaConf.set_readonly(node, False)
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
+def typed_config(values: Mapping[str, Any], origins: Mapping[str, str], model: type, objective: type) -> RunConfig:
+    """Return the configuration with these values by key, and defaults for all other keys.
+
+    origins: the file that sets each key, or COMMAND_LINE.
+
+    Raises UserError for an unknown key, a wrong type, a value outside its limits, or a reference that has no value.
     """
-    if key not in known_keys:
-        raise unknown_key_error(key, value, known_keys, where, str(OmegaConf.select(tree, "model.name") or ""))
-    hint = known_keys[key].type
-    choices = [
-        choice for option in union_members(hint) for choice in typing.get_args(option) if isinstance(choice, str)
-    ]
-    _reject_resolvers(key, value, where)
-    if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
-        value = os.path.expanduser(value)
-    if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
-        value = "off"
+    tree, declared = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
+    for key, given in values.items():
+        where = "" if origins[key] == COMMAND_LINE else f" (in {origins[key]})"
+        if key not in declared:
+            raise unknown_key_error(key, given, declared, where, str(values.get("model.name") or ""))
+        hint, value = declared[key].type, given
+        if origins[key] == COMMAND_LINE and key.startswith(TYPED_BY_OTHERS):
+            value = parse_text(key, given, hint)
+        _reject_resolvers(key, value, where)
+        if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
+            value = os.path.expanduser(value)
+        options = union_members(hint)
+        words = [word for option in options for word in typing.get_args(option) if isinstance(word, str)]
+        if value is False and "off" in words:  # YAML 1.1 reads a bare `off` as a boolean
+            value = "off"
+        try:
+            if type(value) is int and float in options and int not in options:  # a union does not convert numbers
+                value = float(value)
+            OmegaConf.update(tree, key, value, merge=False)
+        except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
+            raise _wrong_value_error(key, given, value, declared[key], words, where) from error
     try:
-        OmegaConf.update(tree, key, value, merge=False)
-    except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-        if choices:
-            raise choice_error(key, value, choices, aliases=known_keys[key].metadata.get("aliases")) from error
-        rule = f"must be {known_keys[key].metadata.get('form', type_name(hint))}{where}"
-        suggestion = known_keys[key].metadata.get("aliases", {}).get(str(value).lower())
-        if suggestion is not None:
-            raise setting_error(key, value, rule, proposal=suggestion) from error
-        raise setting_error(key, text or value, rule, **suggest_value(value, hint, known_keys[key])) from error
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
+        fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
+        raise setting_error(key, values.get(key), rule, fix=fix) from error
+    assert isinstance(config, RunConfig)
+    _check_limits(config)
+    return config
+
+
+def _wrong_value_error(
+    key: str, given: Any, value: Any, declared: dataclasses.Field[Any], words: list[str], where: str
+) -> UserError:
+    aliases: Mapping[str, object] = declared.metadata.get("aliases", {})
+    if words and len(union_members(declared.type)) == 1:
+        return choice_error(key, value, words, aliases=aliases)
+    rule = f"must be {declared.metadata.get('form', type_name(declared.type))}{where}"
+    suggestion = aliases.get(str(value).lower())
+    if suggestion is not None:
+        return setting_error(key, value, rule, suggestion)
+    return setting_error(key, given, rule, **suggest_value(value, declared.type, declared))
 
 
 _KEY_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
@@ -182,15 +223,18 @@ def _reject_resolvers(key: str, value: Any, where: str) -> None:
     if isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
             _reject_resolvers(key, item, where)
-    elif isinstance(value, str) and "${" in _KEY_REFERENCE.sub("", value):
+    elif isinstance(value, str) and "${" in _KEY_REFERENCE.sub("", value.replace("\\${", "")):
         rule = f"can only refer to another key, as in ${{section.key}}; resolvers are not supported{where}"
         raise setting_error(key, value, rule, fix=f"write the value itself, or set it on the command line: {key}=...")
 
 
-def check_limits(config: RunConfig) -> None:
-    """Raise UserError for a number outside the limits that the schema or the model's recipe declares."""
-    for key, item in declared_keys(type(config.model), type(config.objective)).items():
-        value = operator.attrgetter(key)(config)
-        for number in value if isinstance(value, tuple) else (value,):
+def _check_limits(config: RunConfig) -> None:
+    """Raise UserError for a value outside the limits, or unlike the pattern, that `declare` gives for its key."""
+    declared = declared_keys(type(config.model), type(config.objective))
+    for key, value in flat_values(config).items():
+        metadata = declared[key].metadata
+        for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                check_number(key, value, number, item.metadata, partial(example_value, item))
+                check_number(key, value, number, metadata, functools.partial(example_value, declared[key]))
+        if "pattern" in metadata and isinstance(value, str) and not re.fullmatch(metadata["pattern"], value):
+            raise setting_error(key, value, f"must be {metadata['form']}", metadata.get("example"))

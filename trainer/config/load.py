@@ -1,26 +1,59 @@
-"""Loads a configuration by merging the defaults, the recipe files and the command line, and resolving derived values.
+"""Loads a configuration: recipe files, what comes with the model's weights, and the command line are layers.
 
-The steps that resolve values, called passes, are in `passes.py`.
+Later layers override earlier ones (`merge`).  The merged values get their types from the schema (`keys.typed_config`),
+and `derive` then computes the values that follow from others.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from trainer.config.keys import assign, check_limits, declared_keys, default_tree, parse_override, split_overrides
-from trainer.config.passes import Keys, Resolution, objective_name, run_passes
-from trainer.config.recipe_files import find_recipe_file, keys_of_sections, missing_model_error, read_yaml
-from trainer.config.schema import RunConfig
-from trainer.config.stored import CONFIG, check_imports, is_written_by_run, read_stored, reject_masked
-from trainer.errors import reject_credentials, remember_secrets, setting_error
+from trainer import gguf_model, hub
+from trainer.config.derive import Loaded, derive, labels_of, with_section
+from trainer.config.files import (
+    CONFIG,
+    check_imports,
+    declared_model,
+    find_recipe_file,
+    is_checkpoint,
+    is_run,
+    is_written_by_run,
+    keys_of_sections,
+    missing_model_error,
+    read_run_config,
+    read_stored,
+    read_yaml,
+    recipe_files,
+)
+from trainer.config.keys import COMMAND_LINE, TYPED_BY_OTHERS, declared_keys, parse_text, split_overrides, typed_config
+from trainer.config.model_folder import (
+    DeclaredModel,
+    find_native,
+    free_fields,
+    has_config_only,
+    read_declared_model,
+)
+from trainer.config.schema import AUTO, MODEL, MODEL_KEYS, RunConfig
+from trainer.config.weights import is_fine_tuning, locate, parse_bool
+from trainer.errors import UserError, setting_error
 from trainer.objective import find_objective
 from trainer.registry import find_model
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The values that one place sets, by key; those of the command line in TYPED_BY_OTHERS are text."""
+
+    origin: str
+    values: Mapping[str, Any]
+
+    def without(self, keys: Collection[str]) -> Layer:
+        """Return the layer without these keys."""
+        return Layer(self.origin, {key: value for key, value in self.values.items() if key not in keys})
 
 
 def load_config(
@@ -31,8 +64,7 @@ def load_config(
     `recipe` is a file name in conf/ without `.yaml`, a path ending in .yaml or .yml, or a run folder (for its
     `config.yaml`).  A recipe file may inherit from another with `recipe: PARENT`.  If a key is given twice, the last
     value applies.  Training with the configuration of a run folder continues that run, even if the folder has been
-    moved, unless `overrides` give the run another folder or name.  A learning-rate range test (`schedule.name=range`)
-    gets a folder next to the run's, so that the run itself is not touched.
+    moved, unless `overrides` give the run another folder or name.
 
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
@@ -47,69 +79,342 @@ def load_config(
     Raises UserError for an unknown recipe or key, a wrong type, a value outside its limits, or a file that cannot be
     read.  `check_config` checks the settings against each other and against the number of ranks.
     """
-    return load_with_origins(recipe, overrides, allow_import, needs_weights)[0]
+    return load(recipe, overrides, allow_import, needs_weights).config
 
 
-def load_with_origins(
+def load(
     recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
-) -> tuple[RunConfig, Resolution]:
-    """Return what `load_config` returns, and the `Resolution`, which records where each non-default value came from."""
-    path = find_recipe_file(recipe)
-    resolution = Resolution(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
-    tree = run_passes("files", read_yaml(path), resolution)
-    if is_written_by_run(path):
-        check_imports(tree, resolution.assignments, allow_import)
-    remember_secrets([tree, *resolution.assignments.values()])
-    for key, value in keys_of_sections(tree, path):
-        if key not in resolution.assignments:
-            reject_masked(key, value, path)
-        resolution.values[key] = value
-    return _build(resolution), resolution
+) -> Loaded:
+    """Return what `load_config` returns, with the origin of each value and notes for the user."""
+    path, command_line = find_recipe_file(recipe), command_line_layer(overrides)
+    layers = [*file_layers(path, command_line.values, allow_import), command_line]
+    return load_layers(layers, path.stem, needs_weights)
 
 
-def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[str] = ()) -> RunConfig:
-    """Return the configuration stored in a checkpoint by `to_yaml`.
+def load_layers(layers: Sequence[Layer], name: str, needs_weights: bool = True) -> Loaded:
+    """Return the configuration of some layers, the last of which is the command line.
 
-    The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
+    name: the name of the run, if no layer sets it.
+
     Raises UserError as `load_config` does.
     """
-    values = dict(keys_of_sections(read_stored(text, origin), Path(origin)))
-    return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))
+    notes: list[str] = []
+    layers, fetched = fetch_models(layers, name, notes, needs_weights)
+    given, _ = merge(layers)
+    layers = resolve_auto_model(layers)
+    layers, declared = add_model_of_weights(layers)
+    values, origins = merge(layers)
+    if "model.name" not in values:
+        raise missing_model_error(values, layers[0].origin)
+    model = find_model(str(values["model.name"])).config
+    objective: type = find_objective(str(values.get("train.objective", "tokens")))
+    config = typed_config(values, origins, model, objective)
+    if declared is not None:
+        declared.check(config.model, config.checkpoint.allow_changes)
+    loaded = Loaded(config, origins, notes)
+    derive(loaded, given, name, needs_weights)
+    for key, text in fetched.items():
+        loaded.origins[key] = f"{loaded.origins.get(key, '')}: {text}"
+    return loaded
 
 
-def _build(resolution: Resolution) -> RunConfig:
-    """Convert the values from files and the command line to their types, run the passes, and return the result."""
-    keys = run_passes("keys", Keys(dict(resolution.values), dict(resolution.assignments)), resolution)
-    resolution.untyped, values, assignments = keys, keys.values, keys.assignments
-    name = assignments.get("model.name", values.get("model.name"))
-    if name is None:
-        raise missing_model_error(values, resolution.path)
-    allowed_modules = resolution.allow_import if resolution.is_stored else None
-    model = find_model(str(name), allowed_modules).config
-    objective: type = find_objective(objective_name(keys), allowed_modules)
-    tree, legal = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
-    for key, value in values.items():
-        assign(tree, legal, key, value, f" (in {resolution.path})")
-    for key, text in assignments.items():
-        if key in legal:
-            assign(tree, legal, key, parse_override(key, text, legal[key].type), "", text)
+def load_stored(text: str, origin: str = CONFIG, allow_import: Collection[str] = ()) -> RunConfig:
+    """Return the configuration that a run has stored, which needs no derived values: they are stored too.
+
+    The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
+    The names of models on the Hugging Face Hub become their paths in the cache, if they are there.  `origin` names the
+    text in messages.  Raises UserError as `load_config` does.
+    """
+    values = dict(stored_layer(text, origin).values)
+    for key in MODEL_KEYS:
+        name = hub.parse_name(values[key]) if isinstance(values.get(key), str) else None
+        if name is not None:
+            values[key] = str(hub.cached_path(name) or values[key])
+    if "model.name" not in values:
+        raise missing_model_error(values, origin)
+    model = find_model(str(values["model.name"]), allow_import).config
+    objective: type = find_objective(str(values.get("train.objective", "tokens")), allow_import)
+    config = typed_config(values, dict.fromkeys(values, origin), model, objective)
+    return with_section(config, "data", labels=labels_of(config))
+
+
+def stored_layer(text: str, origin: str) -> Layer:
+    """Return the layer of a configuration that a run has stored, without what applies only to that run."""
+    return Layer(origin, dict(keys_of_sections(read_stored(text, origin), origin))).without(_OWN_KEYS)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Layers
+
+PARENT = "recipe"
+"""The key of a recipe file that names its parent."""
+
+_OWN_KEYS = ("run.name", "run.dir", "checkpoint.dir", "checkpoint.resume")
+"""Keys that apply to one run only: neither a child file nor a branch of a run inherits them."""
+
+
+def command_line_layer(overrides: Sequence[str]) -> Layer:
+    """Return the layer of `key=value` arguments.  Raises UserError for one that cannot be parsed."""
+    declared, values = declared_keys(), dict[str, Any](split_overrides(overrides))
+    for key, text in values.items():
+        if key in declared and not key.startswith(TYPED_BY_OTHERS):
+            values[key] = parse_text(key, text, declared[key].type)
+    return Layer(COMMAND_LINE, values)
+
+
+def file_layers(path: Path, command_line: Mapping[str, Any], allow_import: Collection[str]) -> list[Layer]:
+    """Return the layers of a recipe file and of its parents, the oldest first.
+
+    The key `recipe` names a parent as on the command line: by the name of a recipe, a path (relative to the file's
+    folder), or a run folder.
+
+    A run that is named as the recipe itself continues where it is, unless the command line gives the run another name
+    or folder.  Otherwise, its name, its folder and the locations of its checkpoints are not inherited.
+
+    Raises UserError for a parent that does not exist, for circular inheritance, and for a module that a run's
+    configuration names and that may not be imported.
+    """
+    layers: list[Layer] = []
+    files: list[Path] = []
+    while True:
+        tree = read_yaml(path)
+        parent = tree.pop(PARENT, None)
+        if is_written_by_run(path):
+            check_imports(tree, command_line, allow_import)
+        origin = display_path(path)
+        layer = Layer(origin, dict(keys_of_sections(tree, origin)))
+        if path.name == CONFIG and is_run(path.parent):
+            is_same_run = not files and _continues(path.parent, command_line)
+            layer = _continued(layer, path.parent) if is_same_run else layer.without(_OWN_KEYS)
+        elif path.name == CONFIG and is_checkpoint(path.parent):
+            if not files and not command_line.get("run.name") and not command_line.get("run.dir"):
+                raise _checkpoint_as_recipe_error(path)
+            layer = layer.without(_OWN_KEYS)
+        layers.insert(0, layer)
+        files.append(path.resolve())
+        if parent is None:
+            return layers
+        rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {path})"
+        if not isinstance(parent, str):
+            raise setting_error(PARENT, parent, rule, "llama_small")
+        local_parent = path.parent / parent
+        path = find_recipe_file(str(local_parent) if local_parent.exists() else parent)
+        if path.resolve() in files:
+            rule = f"is its own parent, through {', '.join(map(str, files))}"
+            raise setting_error(PARENT, parent, rule, fix="start one of them from another recipe, such as llama_small")
+
+
+def _continues(folder: Path, command_line: Mapping[str, Any]) -> bool:
+    """Return whether the command line names no other run than the one in `folder`."""
+    target = command_line.get("run.dir")
+    if not target and command_line.get("run.name"):
+        target = f"runs/{command_line['run.name']}"
+    return not target or Path(target).resolve() == folder.resolve()
+
+
+def _continued(layer: Layer, folder: Path) -> Layer:
+    """Return the layer of a run's stored configuration, to continue that run, which is now in `folder`."""
+    values = {**layer.values, "run.dir": str(folder)}
+    if values.get("checkpoint.resume") == "none" or any((folder / "checkpoints").glob("step_*")):
+        values["checkpoint.resume"] = AUTO  # the stored value only applied to the first start
+    return Layer(layer.origin, values)
+
+
+def _checkpoint_as_recipe_error(path: Path) -> UserError:
+    run = path.parent.parent.parent
+    resumed = f"\n  to resume its run: recipe={run}" if is_run(run) else ""
+    return UserError(
+        f"recipe={path}: is the configuration of a checkpoint\n"
+        f"  to start a new run: add run.name=NAME, and checkpoint.resume={path.parent} to continue from that checkpoint"
+        f"{resumed}"
+    )
+
+
+def display_path(path: Path) -> str:
+    """Return a file's path for the user: conf/NAME for a built-in recipe, else relative to the working folder."""
+    if path.resolve() == recipe_files().get(path.stem, Path()).resolve():
+        return f"conf/{path.name}"
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+_EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+
+
+def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of all layers by key, and the origin of each.
+
+    A layer that names another model or objective drops the fields of the earlier one, which need not exist in it.
+    `train.steps` and `train.epochs` replace each other.  Raises UserError if one layer sets both.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for key, section in (("model.name", "model."), ("train.objective", "objective.")):
+            if key in layer.values and layer.values[key] != values.get(key, layer.values[key]):
+                values = {name: value for name, value in values.items() if not name.startswith(section)}
+        for key, rival in _EXCLUSIVE.items():
+            if layer.values.get(key) is not None:
+                if layer.values.get(rival) is not None:
+                    rule = f"{key}={layer.values[key]} is also set there; use only one of them"
+                    raise setting_error(rival, layer.values[rival], rule)
+                values.pop(rival, None)
+        values |= layer.values
+        origins |= dict.fromkeys(layer.values, layer.origin)
+    return values, {key: origins[key] for key in values}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The model and its weights
+
+_PARTS_OF_MODEL_PATH = ("train.init_from", "data.tokenizer")
+"""Keys whose values follow from `model.path`, which a run of a native model does not store."""
+
+
+def fetch_models(
+    layers: Sequence[Layer], name: str, notes: list[str], needs_weights: bool
+) -> tuple[list[Layer], dict[str, str]]:
+    """Replace the names of Hub models with their folders in the cache, and .gguf files with their converted folders.
+
+    The run stores the models' names, pinned to a commit: a resumed run keeps the commit that it started with, even if
+    the branch has moved on.  Returns the layers, and the replaced names by key.  Appends to `notes` what the user
+    should know.  Raises UserError if a model cannot be fetched or converted.
+    """
+    values, _ = merge(layers)
+    texts = {key: values[key] for key in MODEL_KEYS if isinstance(values.get(key), str)}
+    names = {key: hub_name for key, text in texts.items() if (hub_name := hub.parse_name(text)) is not None}
+    stored = _stored_config(values, name) if names else {}
+    kept_commits = hub.commits_of_run(stored, names, {"model.path": _PARTS_OF_MODEL_PATH})
+    paths: dict[str, str] = {}
+    for key, text in texts.items():
+        if key not in names and not gguf_model.is_gguf(text):
+            continue
+        commit = kept_commits.get(key)
+        if commit is not None:
+            notes.append(f"{key}={text}: this run stays with commit {commit[:12]}, which it began with")
+        paths[key] = _fetch(key, text, commit, needs_weights and key != "data.tokenizer")
+    replaced = [Layer(layer.origin, {**layer.values, **_common(paths, layer.values)}) for layer in layers]
+    return replaced, {key: texts[key] for key in paths}
+
+
+def _common(values: Mapping[str, Any], other: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key in other}
+
+
+def _fetch(key: str, text: str, commit: str | None, with_weights: bool) -> str:
+    """Return the local path of the model files that `text`, the value of `key`, names.
+
+    commit: the commit with which the resumed run began, if any.
+    """
+    name, path = hub.parse_name(text), Path(text)
+    if name is not None:
+        if name.kind == "dataset":
+            rule = "names a data set, not a model"
+            raise setting_error(key, text, rule, fix=f"give it as data.path={text}")
+        if key == "data.tokenizer" and not name.path.endswith(".gguf"):  # all small files are fetched together
+            path = hub.fetch_model(dataclasses.replace(name, path=""), key, commit, with_weights) / name.path
         else:
-            assign(tree, legal, key, text, "")
-        resolution.origins[key] = "command line"
+            path = hub.fetch_model(name, key, commit, with_weights)
+    if not gguf_model.is_gguf(str(path)):
+        return str(path)
+    return str(gguf_model.convert(path, key, with_weights=with_weights))
+
+
+def _stored_config(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the configuration of the run that this one resumes, by section; empty for a new run."""
+    start = str(values.get("checkpoint.resume", AUTO))
+    if start == "none":
+        return {}
+    if start != AUTO:
+        return read_run_config(locate(start).folder)
+    return read_run_config(Path(values.get("run.dir") or f"runs/{values.get('run.name') or name}"))
+
+
+_FOLDER_KEYS = ("model.name", "model.path", "model.fresh")
+"""What `model.name=auto` is told.  The native model that is found replaces it."""
+
+
+def resolve_auto_model(layers: Sequence[Layer]) -> list[Layer]:
+    """Replace `model.name=auto` with the name of the model spec that builds the model in a Hugging Face folder.
+
+    A native model is used if it is the one that config.json describes and declares every `model.` key that is set;
+    otherwise `hf` is used.  Raises UserError if no folder is given.
+    """
+    values, _ = merge(layers)
+    if values.get("model.name") != AUTO:
+        return [*layers]
+    remaining = [layer.without(layer.values.keys() - values.keys()) for layer in layers]  # without other models' fields
+    init_from = values.get("train.init_from")
+    folder = values.get("model.path")
+    if not folder and init_from is not None and locate(init_from).kind == "huggingface":
+        folder = init_from
+    if not folder:
+        raise setting_error("model.path", None, "model.name=auto needs a Hugging Face model folder", "models/Qwen3-8B")
+    folder = str(Path(str(folder).removeprefix("file://")).expanduser().absolute())
+    native = find_native(folder, "model.path")
+    fields = {f"model.{item.name}": item for item in dataclasses.fields(native[0].config)} if native else {}
+    if native is None or any(key not in {*fields, *_FOLDER_KEYS} for key in values if key.startswith("model.")):
+        found = {"model.name": find_model("hf").name, "model.path": folder}
+        kept = [layer.without(("model.name",)) for layer in remaining]
+        return [*kept[:-1], Layer(folder, found), kept[-1]]
+    spec, config = native
+    found = {key: getattr(config, item.name) for key, item in fields.items()} | {"model.name": spec.name}
+    found = {key: value for key, value in found.items() if not (key in values and _is_training_only(fields[key]))}
+    if init_from is not None and parse_bool(values.get("model.fresh")):
+        rule = f"asks for random weights, but train.init_from={init_from} names the weights to start from"
+        raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
+    if "model.fresh" in values:
+        is_fresh = parse_bool(values["model.fresh"])
+    else:  # a folder with only config.json defines a new model, but not one to fine-tune
+        is_fresh = has_config_only(folder) and not is_fine_tuning(values)
+    dropped = list(_FOLDER_KEYS)
+    if init_from is None and not is_fresh:
+        found["train.init_from"] = folder
+        dropped.append("train.init_from")
+    if values.get("data.tokenizer") == MODEL:
+        found["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
+        dropped.append("data.tokenizer")
+    kept = [layer.without(dropped) for layer in remaining]
+    return [*kept[:-1], Layer(display_path(Path(folder) / "config.json"), found), kept[-1]]
+
+
+def _is_training_only(item: dataclasses.Field[Any]) -> bool:
+    return bool(item.metadata.get("training_only"))
+
+
+def add_model_of_weights(layers: Sequence[Layer]) -> tuple[list[Layer], DeclaredModel | None]:
+    """Add a layer with the model fields that come with the initial weights, just below the command line.
+
+    Free fields that a recipe file sets are left out.  Also returns the declared model, or None if there is none.
+    """
+    values, _ = merge(layers)
+    source, name = values.get("train.init_from"), values.get("model.name")
+    if source is None or name is None:
+        return [*layers], None
+    spec = find_model(str(name))
+    declared = _find_declared(source, spec)
+    if declared is None:
+        return [*layers], None
+    legal = {item.name for item in dataclasses.fields(spec.config)}
+    free = free_fields(spec.config, values.get("checkpoint.allow_changes") or ())
+    found = {
+        f"model.{field}": value
+        for field, value in declared.fields.items()
+        if field in legal and not (field in free and f"model.{field}" in values)
+    }
+    if "model.name" in layers[-1].values:
+        found["model.name"] = name  # else the command line would drop the fields as those of another model
+    return [*layers[:-1], Layer(display_path(Path(declared.where)), found), layers[-1]], declared
+
+
+def _find_declared(source: str, spec: Any) -> DeclaredModel | None:
+    """Return the model that the files at `source` declare; None if they declare none, or one of another model spec."""
+    location = locate(source)
+    if location.kind == "huggingface":
+        return read_declared_model(source, spec, "train.init_from")
+    stored = location.folder / CONFIG  # of a run or of a checkpoint
     try:
-        config = OmegaConf.to_object(run_passes("tree", tree, resolution))
-    except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
-        fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
-        raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
-    assert isinstance(config, RunConfig)
-    remember_secrets(dataclasses.asdict(config))
-    for section, settings in dataclasses.asdict(config).items():
-        for name, value in settings.items():
-            if (section, name) != ("run", "on_end"):  # a command may contain a URL with credentials
-                reject_credentials(f"{section}.{name}", value)
-    check_limits(config)
-    if resolution.declared is not None:
-        resolution.declared.check(config.model, config.checkpoint.allow_changes)
-    return run_passes("config", config, resolution)
+        return declared_model(stored.read_text(), spec.name, str(stored)) if stored.is_file() else None
+    except OSError as error:
+        rule = f"{stored.name} cannot be read ({error.strerror})"
+        raise setting_error("train.init_from", source, rule) from error

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import operator
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from trainer.config.files import CONFIG, run_from_best_path
 from trainer.config.keys import declared_keys
 from trainer.config.model_folder import check_single_gguf
 from trainer.config.parallel import (
@@ -36,8 +38,7 @@ from trainer.config.parallel import (
     with_expert,
 )
 from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
-from trainer.config.stored import CONFIG, run_from_best_path
-from trainer.errors import UserError, choice_error, nearest, setting_error
+from trainer.errors import UserError, choice_error, nearest, setting_error, yaml_scalar
 from trainer.registry import entry_points
 
 
@@ -54,9 +55,8 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     check_context(config, shape, local_world_size)
     check_expert(config, shape, local_world_size)
     check_batch(config, shape)
-    if not isinstance(config.train.compile, bool) and config.train.compile != AUTO:
-        raise choice_error("train.compile", config.train.compile, [True, False, AUTO])
     _check_reshard(config, shape)
+    _check_needs(config)
     _check_settings(config)
     _check_data(config)
     _check_profile(config, shape)
@@ -67,31 +67,33 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
 
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     key, value = "fsdp.reshard_after_forward", config.fsdp.reshard_after_forward
-    entries = value if isinstance(value, list) else [value]
-    keywords = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
-    for entry in entries:
-        if isinstance(entry, bool):
-            rule = "must be always or never, not true or false"
-            raise setting_error(key, value, rule, proposal="always" if entry else "never")
-        if isinstance(entry, str) and entry not in keywords:
-            suggestion = nearest(entry, keywords)
-            fixed = (
-                [suggestion if item == entry else item for item in entries] if isinstance(value, list) else suggestion
-            )
-            rule = f"must be {', '.join(keywords)} or a number of ranks"
-            raise setting_error(key, value, rule, proposal=fixed if suggestion else None)
-        if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
-            suggestion = nearest_divisor(entry, shape.shard)
-            fixed = (
-                [suggestion if item == entry else item for item in entries] if isinstance(value, list) else suggestion
-            )
-            raise setting_error(key, value, f"a number of ranks must divide the shard axis, {shape.shard}", fixed)
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, int) and shape.shard % entry:
+            size = nearest_divisor(entry, shape.shard)
+            proposal = [size if item == entry else item for item in value] if isinstance(value, list) else size
+            raise setting_error(key, value, f"a number of ranks must divide the shard axis, {shape.shard}", proposal)
+
+
+def _check_needs(config: RunConfig) -> None:
+    """Check that settings which only apply with another one (`declare(needs=...)`) are otherwise at their defaults."""
+    for key, item in declared_keys(type(config.model), type(config.objective)).items():
+        needed, _, choice = item.metadata.get("needs", "").partition("=")
+        value = operator.attrgetter(key)(config)
+        if not needed or value == item.default:
+            continue
+        current = operator.attrgetter(needed)(config)
+        if choice and current != choice:
+            fix = f"set {needed}={choice}, or leave it out"
+            raise setting_error(key, value, f"only applies to {needed}={choice}, not {current}", fix=fix)
+        if not current:
+            example = declared_keys()[needed].metadata["example"]
+            fix = f"set {needed}, for example to {example}, or leave it out"
+            raise setting_error(key, value, f"has no effect with {needed}={yaml_scalar(current)}", fix=fix)
 
 
 def _check_settings(config: RunConfig) -> None:
     """Check settings, one by one and against each other, by rules that do not depend on the number of ranks."""
     _check_activation_checkpoint(config)
-    _check_offload_activations(config)
     for key, dtype in (
         ("train.weights_dtype", config.train.weights_dtype),
         ("optim.state_dtype", config.optim.state_dtype),
@@ -120,7 +122,6 @@ def _check_settings(config: RunConfig) -> None:
         raise setting_error("schedule.lr_range", [first, last], "must rise", proposal=reversed_range)
     if config.train.epochs is None:
         check_schedule(config)
-    _check_wrap(config)
     resume = config.checkpoint.resume
     if (
         resume not in ("auto", "none")
@@ -129,9 +130,6 @@ def _check_settings(config: RunConfig) -> None:
     ):
         rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
         raise setting_error("checkpoint.resume", resume, rule, proposal="auto")
-    every = config.checkpoint.every
-    if isinstance(every, (str, bool)) and every != AUTO:
-        raise setting_error("checkpoint.every", every, "must be a whole number of steps, or auto", AUTO)
     if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", config.run.deadline, "has already passed", proposal=tomorrow)
@@ -184,28 +182,6 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
         raise choice_error(key, checkpointing, keywords, "a whole number, budget:<fraction>, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
         raise setting_error(key, checkpointing, "n (for every n-th block) must be at least 1", "none")
-
-
-def _check_offload_activations(config: RunConfig) -> None:
-    setting = config.train.offload_activations
-    if isinstance(setting, str) and setting not in ("none", AUTO):
-        raise choice_error("train.offload_activations", setting, ["none", AUTO], "a fraction from 0 to 1, or one of")
-    fraction = offloaded_fraction(setting)
-    if not 0 <= fraction <= 1:
-        rule = "must be a fraction of the blocks, from 0 to 1"
-        raise setting_error("train.offload_activations", setting, rule, 1.0 if fraction > 1 else "none")
-
-
-def _check_wrap(config: RunConfig) -> None:
-    wrap = config.fsdp.wrap
-    if wrap.startswith("size:"):
-        size = wrap.removeprefix("size:").replace("_", "")
-        if not size.isdecimal() or int(size) < 1:
-            rule = "size:<parameters> needs a whole number above 0"
-            raise setting_error("fsdp.wrap", wrap, rule, proposal="size:100000000")
-    elif wrap != "block" and ":" not in wrap:
-        rule = "must be block, size:<parameters>, or package.module:function"
-        raise setting_error("fsdp.wrap", wrap, rule, proposal=nearest(wrap, ["block"]))
 
 
 def _check_base_model(config: RunConfig) -> None:
@@ -318,30 +294,17 @@ def _check_float8(config: RunConfig) -> None:
 
 
 def _check_lora(config: RunConfig) -> None:
-    lora, defaults = config.lora, LoraSection()
-    if lora.rank:
-        if not lora.targets:
-            raise setting_error("lora.targets", lora.targets, "must name at least one layer", defaults.targets)
-        if rate := getattr(config.model, "balance_rate", None):
-            rule = "would change the biases that select experts, which an adapter does not contain"
-            raise setting_error("model.balance_rate", rate, rule, 0)
+    if not config.lora.rank:
         return
-    for key in ("alpha", "dropout", "targets", "base_dtype"):
-        if getattr(lora, key) != getattr(defaults, key):
-            rule = "only applies to adapters, and lora.rank=0 means no adapters"
-            raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, for example to 16")
+    if not config.lora.targets:
+        raise setting_error("lora.targets", config.lora.targets, "must name at least one layer", LoraSection().targets)
+    if rate := getattr(config.model, "balance_rate", None):
+        rule = "would change the biases that select experts, which an adapter does not contain"
+        raise setting_error("model.balance_rate", rate, rule, 0)
 
 
 def _check_evaluation(config: RunConfig) -> None:
-    """Check settings that need evaluations."""
-    for key, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("eval.patience", config.eval.patience)):
-        if value and not config.eval.every:
-            rule = "needs evaluations, but eval.every=0 disables them"
-            raise setting_error(key, value, rule, fix="set eval.every, for example to 100")
     prompts = config.log.prompts
-    if prompts and not config.eval.every:
-        rule = "need evaluations, but eval.every=0 disables them"
-        raise setting_error("log.prompts", prompts, rule, fix="set eval.every, for example to 100")
     if prompts and config.data.source == "synthetic":
         raise setting_error(
             "log.prompts", prompts, "data.source=synthetic generates numbers, not text", fix="leave it out"
@@ -413,8 +376,9 @@ def _check_data(config: RunConfig) -> None:
     if data.source not in ("tokens", "chat"):
         for key in ("path", "eval_path"):
             if getattr(data, key):
-                rule = f"data.source={data.source} does not read files; a path needs data.source=tokens or chat"
-                raise setting_error(f"data.{key}", getattr(data, key), rule, None)
+                rule = f"data.source={data.source} does not read files"
+                fix = "set data.source=auto for text or token shards, or data.source=chat"
+                raise setting_error(f"data.{key}", getattr(data, key), rule, fix=fix)
     if data.source in ("tokens", "chat") and config.eval.every and not data.eval_path and not data.holdout:
         rule = "there is no data to evaluate on: data.holdout=0, and data.eval_path is not set"
         fix = "set data.eval_path or data.holdout, or turn evaluation off with eval.every=0"
@@ -423,10 +387,7 @@ def _check_data(config: RunConfig) -> None:
         rule = "is for text" if data.source == "synthetic" else "only applies to text; for chats the template decides"
         raise setting_error("data.bos", data.bos, rule, None)
     check_chats(config)
-    if not data.pack and data.documents == "masked":
-        rule = "data.pack=false puts one document in each sequence"
-        raise setting_error("data.documents", data.documents, rule, "apart")
-    if data.fit == "best" and data.arrangement == "apart":
+    if data.fit == "best" and data.documents == "apart":
         raise setting_error("data.fit", data.fit, "with one document per sequence there is nothing to pack", "cut")
     check_sources(config)
 
@@ -453,27 +414,11 @@ CHATML_TEMPLATE = """\
 """
 """The built-in chat template, for base models that have none."""
 
-_CHAT_DEFAULTS: dict[str, object] = {
-    "format": "auto",
-    "columns": None,
-    "labels": "none",
-    "chat_template": MODEL,
-    "train_on": "assistant",
-    "special_tokens": (),
-    "too_long": "auto",
-    "trim_rows": False,
-}
-"""Keys that only apply to chats, with their defaults."""
-
 
 def check_chats(config: RunConfig) -> None:
-    """Raise UserError for invalid chat settings, or chat settings with another `data.source`."""
+    """Raise UserError for invalid chat settings."""
     data = config.data
     if data.source != "chat":
-        for name, default in _CHAT_DEFAULTS.items():
-            if getattr(data, name) != default:
-                rule = f"only applies to data.source=chat, not {data.source}"
-                raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return
     if data.format == "text" and data.labels == "none":
         rule = "each plain text needs a label, which only train.objective=classify uses"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import yaml
 
 from trainer import gguf_model, hub
 from trainer.config.declare import declare
-from trainer.errors import masked, masked_command
+from trainer.errors import printable
 from trainer.model_spec import ModelSpec, TrainerType
 from trainer.objective import Tokens
 from trainer.registry import find_model, import_object
@@ -32,7 +34,7 @@ DTYPE_ALIASES = {
 }
 """Maps other names for dtypes to the names used here, which error messages suggest instead."""
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 """The value that leaves a choice to the trainer.  For some keys, the planner makes that choice before the model
 is built."""
 
@@ -41,9 +43,6 @@ MODEL = "model"
 
 MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.teacher")
 """Keys that name a model's files.  For files from the Hugging Face Hub, a run stores the pinned name, not a path."""
-
-NUMBER_OR = "a whole number or "
-"""The start of the `form` (see `declare`) of keys that take either a whole number or a certain word."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -54,9 +53,11 @@ NUMBER_OR = "a whole number or "
 class RunSection:
     """Identity and environment of the run."""
 
-    name: str = declare("", "name of the run; empty: the recipe's name")
-    dir: str = declare("", "run folder; empty: runs/<name>")
-    seed: int = declare(0, "seed of the initial weights and of all randomness in training", at_least=0)
+    name: str = declare("", "name of the run; empty: the recipe's name", on_resume="ignored")
+    dir: str = declare("", "run folder; empty: runs/<name>", on_resume="ignored")
+    seed: int = declare(
+        0, "seed of the initial weights and of all randomness in training", at_least=0, on_resume="fixed"
+    )
     device: Literal["auto", "cpu", "cuda"] = declare(
         "auto",
         "training device; auto: cuda if there is a GPU",
@@ -142,6 +143,7 @@ class LogSection:
         (),
         'prompts that the model continues at each evaluation, for example ["Once upon a time"]; for chats, '
         "user messages that it answers",
+        needs="eval.every",
     )
     prompt_tokens: int = declare(64, "maximum tokens generated for each prompt", at_least=1)
     norms_every: int = declare(0, "steps between logging gradient and parameter norms by layer; 0: never", at_least=0)
@@ -149,6 +151,7 @@ class LogSection:
         None,
         "first and last step to profile, for example [10,13]; writes a trace for Perfetto to run.dir/profile; "
         "null: none",
+        example=[10, 13],
     )
     profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
 
@@ -170,11 +173,11 @@ class LogSection:
 class CheckpointSection:
     """Saving and resuming."""
 
-    every: int | str = declare(
+    every: int | Literal["auto"] = declare(
         0,
         "steps between checkpoints; 0: only at the end; auto: the interval that minimizes lost time (see node_mtbf_h)",
         at_least=0,
-        form=NUMBER_OR + AUTO,
+        example=100,
     )
     node_mtbf_h: float = declare(
         6000.0,
@@ -197,6 +200,7 @@ class CheckpointSection:
         "number of checkpoints with the best eval.metric to keep, saved when evaluated; 0: none; RUN/best "
         "refers to the best one",
         at_least=0,
+        needs="eval.every",
     )
     timeout_s: float = declare(
         3600.0,
@@ -225,13 +229,17 @@ class CheckpointSection:
         "auto: resume from the newest good checkpoint; none: start over; or the path of a checkpoint or run",
     )
     allow_changes: tuple[str, ...] = declare(
-        (),
-        "permitted differences from the checkpoint: keys, sections, or state.<name>",
+        (), "permitted differences from the checkpoint: keys, sections, or state.<name>", example=["optim.name"]
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Sharding
+
+UnitResharding: TypeAlias = int | Literal["always", "never"]
+"""Whether a unit reshards after the forward pass, or the number of ranks to which it does."""
+Resharding: TypeAlias = UnitResharding | Literal["default", "auto"] | list[UnitResharding]
+"""Values of `fsdp.reshard_after_forward`."""
 
 
 @dataclass(frozen=True)
@@ -239,29 +247,26 @@ class MeshSection:
     """The device mesh: `replicate` x `shard` (HSDP), or only `shard` if replicate is 1."""
 
     replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
-    shard: int | str = declare(
+    shard: int | Literal["node"] = declare(
         -1,
         "ranks that share one replica; -1: all remaining ranks; node: the ranks of one node",
-        form=NUMBER_OR + "node",
     )
-    context: int | str = declare(
+    context: int | Literal["auto"] = declare(
         1,
         "context parallelism: number of consecutive ranks on the shard axis that split each sequence; auto: "
         "let the planner choose",
         at_least=1,
-        form=NUMBER_OR + AUTO,
     )
     context_method: Literal["auto", "gather", "heads"] = declare(
         "auto",
         "how slices attend to the full sequence: gather (each rank gathers keys and values), heads (ranks "
         "exchange slices for heads), or auto (heads if they divide evenly within one node, else gather)",
     )
-    expert: int | str = declare(
+    expert: int | Literal["auto"] = declare(
         1,
         "expert parallelism: number of consecutive ranks on the shard axis among which the experts of each layer are "
         "divided; auto: let the planner choose",
         at_least=1,
-        form=NUMBER_OR + AUTO,
     )
     expert_method: Literal["auto", "exchange", "gather"] = declare(
         "auto",
@@ -278,14 +283,17 @@ class FsdpSection:
     wrap: str = declare(
         "block",
         "FSDP units: block (those that the recipe lists), size:<parameters>, or package.module:function",
+        pattern=r"block|size:0*[1-9][\d_]*|[\w.]+:\w+",
+        form="block, size:<parameters>, or package.module:function",
+        example="size:100000000",
     )
-    reshard_after_forward: int | str | list[int | str] = declare(
+    reshard_after_forward: Resharding = declare(
         "default",
         "default (units reshard, except the root and a final head), always, never, a number of ranks to "
         "reshard to, a list with always, never or a number for each unit in forward order, or auto (let the "
         "planner choose)",
+        at_least=1,
         aliases={"true": "always", "false": "never"},
-        form="default, always, never, a number of ranks, or a list of these",
     )
     param_dtype: Literal["float32", "bfloat16", "auto"] = declare(
         "float32",
@@ -329,17 +337,18 @@ class FsdpSection:
 class DataSection:
     """The training data."""
 
-    source: Literal["stdlib", "synthetic", "tokens", "chat"] = declare(
-        "stdlib",
+    source: Literal["auto", "stdlib", "synthetic", "tokens", "chat"] = declare(
+        AUTO,
         "stdlib: the source code of Python's standard library; synthetic: generated data; tokens: the files in "
-        "data.path; chat: conversations in JSONL or parquet files",
+        "data.path; chat: conversations in JSONL or parquet files; auto: tokens if a path is given, else stdlib",
     )
     path: str | dict[str, str] | None = declare(
         None,
-        "with source=tokens (implied): a file, folder, glob or manifest of token shards, or of text (.txt, "
+        "with source=tokens: a file, folder, glob or manifest of token shards, or of text (.txt, "
         ".md, code, .jsonl, .json, .csv, .parquet, .gz, .zst), tokenized on first use; or a URL (https, s3, ...); with "
         "source=chat: a file, folder or glob; either may be hf://datasets/org/name, a data set on the Hugging Face "
         "Hub; {name: path, ...} mixes several sources",
+        example="corpus/*.jsonl",
     )
     eval_path: str | dict[str, str] | None = declare(
         None, "evaluation data, in the same forms as data.path; {name: path, ...} for several sources"
@@ -353,11 +362,15 @@ class DataSection:
     weights: dict[str, float] | None = declare(
         None,
         "sampling weights of the sources in data.path, for example {web: 0.7, code: 0.3}; null: proportional to size",
+        on_resume="free",
+        example={"a": 0.7, "b": 0.3},
     )
     phases: tuple[dict[str, Any], ...] = declare(
         (),
         "changes to data.weights during training, for example [{from: 80%, weights: {code: 1}}]; from: the first "
         "step with these weights, tokens:<n>, or a percentage of the run",
+        on_resume="free",
+        example=[{"from": "80%", "weights": {"a": 0.7, "b": 0.3}}],
     )
     holdout: float | None = declare(
         None,
@@ -386,40 +399,41 @@ class DataSection:
     )
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = declare(
         "auto",
-        "with source=chat: format of the records; auto: detect it from their keys; text: only with labels",
-    )
-    labels: Literal["none", "read", "mismatched"] = declare(
-        "none",
-        "with source=chat: whether each record has a label; mismatched: also pair each prompt with the response to "
-        "another prompt; set by train.objective",
+        "format of the records; auto: detect it from their keys; text: only with labels",
+        needs="data.source=chat",
     )
     columns: dict[str, str] | None = declare(
         None,
-        "with source=chat: maps a format's keys to the names in your files, for example {messages: dialog}; "
-        "null: the same names",
+        "maps a format's keys to the names in your files, for example {messages: dialog}; null: the same names",
+        needs="data.source=chat",
+        example={"messages": "dialog"},
     )
     chat_template: str = declare(
-        "model",
-        "with source=chat: model (the tokenizer's own template), chatml, or a Jinja file",
+        "model", "model (the tokenizer's own template), chatml, or a Jinja file", needs="data.source=chat"
     )
     train_on: Literal["assistant", "last", "all", "completion", "end"] = declare(
         "assistant",
-        "with source=chat: target tokens: assistant (all assistant turns), last (the last assistant turn), all "
+        "target tokens: assistant (all assistant turns), last (the last assistant turn), all "
         "(every token), or completion (the assistant turns after the last user message); end: the last position, which "
         "a reward model or classifier scores; set by train.objective",
+        needs="data.source=chat",
     )
     special_tokens: tuple[str, ...] = declare(
         (),
-        "with source=chat: special tokens that are read as such where a message or completion spells them out; all "
+        "special tokens that are read as such where a message or completion spells them out; all "
         "others are read as text",
+        needs="data.source=chat",
     )
     too_long: Literal["auto", "drop", "truncate", "error"] = declare(
         "auto",
-        "with source=chat: how to treat conversations longer than a sequence; auto: drop them, but refuse to start if "
+        "how to treat conversations longer than a sequence; auto: drop them, but refuse to start if "
         "most would be dropped",
+        needs="data.source=chat",
     )
     trim_rows: bool = declare(
-        False, "with source=chat: shorten sequences to the longest conversation, rounded up to a multiple of 64 tokens"
+        False,
+        "shorten sequences to the longest conversation, rounded up to a multiple of 64 tokens",
+        needs="data.source=chat",
     )
     documents: Literal["joined", "masked", "apart"] = declare(
         "joined",
@@ -432,31 +446,32 @@ class DataSection:
         "how sequences are filled: cut (documents are cut at the end of a sequence), or best (best-fit packing: "
         "only documents longer than a sequence are cut)",
     )
-    pack: bool = declare(True, "false: the same as documents=apart")
     num_workers: int = declare(
         0,
         "data loading processes per rank; token shards need none, since a thread reads them",
         at_least=0,
         at_most=256,
+        on_resume="free",
     )
     seed: int = declare(0, "seed of the sample order", at_least=0)
     cache_dir: str | None = declare(
-        None, "folder for tokenized text and downloaded shards; null: the user's cache folder"
+        None, "folder for tokenized text and downloaded shards; null: the user's cache folder", on_resume="free"
+    )
+
+    labels: Literal["none", "read", "mismatched"] = declare(
+        "none",
+        "whether each chat record has a label; mismatched: also pair each prompt with the response to another prompt",
+        is_computed=True,
     )
 
     def as_synthetic(self) -> DataSection:
         """Return the section with synthetic data of the same shape in place of files."""
-        return DataSection(source="synthetic", seq_len=self.seq_len, pack=self.pack, num_workers=self.num_workers)
-
-    @property
-    def arrangement(self) -> Literal["joined", "masked", "apart"]:
-        """How documents share sequences, from `documents` and `pack`."""
-        return self.documents if self.pack else "apart"
+        return DataSection(source="synthetic", seq_len=self.seq_len, num_workers=self.num_workers)
 
     @property
     def fills_rows(self) -> bool:
         """Whether sequences are cut from one token stream, in which every token except the first is a target."""
-        return self.arrangement == "joined" and self.fit == "cut"
+        return self.documents == "joined" and self.fit == "cut"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -468,7 +483,7 @@ class MuonSection:
     """Muon, for `optim.name=muon` and for groups with `optimizer: muon`."""
 
     variant: Literal["muon", "normuon"] = declare(
-        "muon", "normuon: also divides each row of an update by the root of its running mean square"
+        "muon", "normuon: also divides each row of an update by the root of its running mean square", on_resume="fixed"
     )
     lr: float | None = declare(
         None, "peak learning rate of the matrices; null: optim.lr, as for the parameters that AdamW updates", at_least=0
@@ -498,12 +513,12 @@ class OptimSection:
     name: Literal["adamw", "sgd", "muon"] = declare(
         "adamw",
         "muon: Muon for hidden matrices and stacked experts, AdamW for the rest (see optim.muon)",
+        on_resume="fixed",
     )
-    lr: float = declare(3e-4, "peak learning rate", at_least=0)
-    lr_by_width: bool = declare(
-        False,
-        "lr is meant for fine-tuning a model of width 2000: scale it by (2000 / width) ** 0.78, and for adapters "
-        "by another factor of 10; an optim.lr on the command line is not scaled",
+    lr: float | Literal["auto"] = declare(
+        3e-4,
+        "peak learning rate; auto, for fine-tuning: 5e-5 x (2000 / width) ** 0.78, ten times that for adapters",
+        at_least=0,
     )
     betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two moments", at_least=0, below=1)
     eps: float = declare(1e-8, "AdamW's epsilon", above=0)
@@ -514,6 +529,7 @@ class OptimSection:
         "float32",
         "dtype of AdamW's two moments; int8: one byte per number, with one scale for every 256 numbers of a row",
         aliases={**DTYPE_ALIASES, **dict.fromkeys(("8bit", "uint8", "torch.int8"), "int8")},
+        on_resume="fixed",
     )
     rounding: Literal["stochastic", "nearest"] = declare(
         "stochastic", "how AdamW rounds bfloat16 weights and moments; nearest loses small updates"
@@ -524,12 +540,19 @@ class OptimSection:
         (),
         'settings by parameter name: [{match: "*embed*", lr: 0.3}, ...]; lr and lr_decay (by layer) multiply the '
         "learning rate; weight_decay and optimizer replace the general settings; the last match wins",
+        on_resume="fixed",
     )
     base_model: dict[str, int] | None = declare(
         None,
         "widths of the smaller model for which lr and the initial weights were chosen: {dim: 256, num_heads: 4, ...}; "
         "both are then scaled to this model's widths (muP); null: no scaling",
+        on_resume="fixed",
     )
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate as a number; `lr` must be resolved already."""
+        return float(self.lr)
 
 
 @dataclass(frozen=True)
@@ -542,9 +565,13 @@ class ScheduleSection:
     lr_range: tuple[float, float] = declare(
         (1e-7, 1.0), "for name=range: learning rates of the first and last step", above=0
     )
-    warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
+    warmup_steps: int = declare(0, "steps of linear warmup", at_least=0, example=100)
     warmup_ratio: float = declare(
-        0.0, "linear warmup as a fraction of the run, used if it is longer than warmup_steps", at_least=0, below=1
+        0.0,
+        "linear warmup as a fraction of the run, used if it is longer than warmup_steps",
+        at_least=0,
+        below=1,
+        example=0.03,
     )
     min_lr_ratio: float = declare(
         0.1,
@@ -570,19 +597,14 @@ class TrainSection:
     epochs: float | None = declare(
         None, "passes over the data; sets the number of steps; null: use train.steps", above=0
     )
-    small_model_steps: int = declare(
-        0,
-        "with train.epochs: minimum number of steps for a model narrower than 512, since a small model needs more; "
-        "ignored if the command line sets train.epochs but not this",
-        at_least=0,
+    global_batch_size: int = declare(
+        8, "sequences per step, over all ranks", at_least=1, at_most=MAX_SIZE, on_resume="fixed"
     )
-    global_batch_size: int = declare(8, "sequences per step, over all ranks", at_least=1, at_most=MAX_SIZE)
-    micro_batch_size: int | str = declare(
+    micro_batch_size: int | Literal["auto"] = declare(
         1,
         "sequences per forward pass on one rank; auto: let the planner choose",
         at_least=1,
         at_most=MAX_SIZE,
-        form=NUMBER_OR + AUTO,
     )
     activation_checkpoint: int | str = declare(
         "none",
@@ -592,16 +614,16 @@ class TrainSection:
         aliases={"true": "full", "false": "none"},
         form="none, full, selective, auto, budget:<fraction>, or a whole number",
     )
-    offload_activations: float | int | str = declare(
+    offload_activations: float | Literal["none", "auto"] = declare(
         "none",
         "fraction of the blocks, spread evenly, whose activations are kept in host memory until the backward pass; "
         "none, or auto: let the planner choose between this and recomputation",
-        form="none, auto, or a fraction of the blocks from 0 to 1",
+        at_least=0,
+        at_most=1,
     )
-    compile: bool | str = declare(
+    compile: bool | Literal["auto"] = declare(
         AUTO,
         "torch.compile each block; auto: on a GPU with a working compiler, not on a CPU",
-        form="true, false or auto",
     )
     float8: Literal["none", "tensorwise", "rowwise"] = declare(
         "none",
@@ -613,6 +635,7 @@ class TrainSection:
         "dtype of the sharded weights and gradients: float32 (master weights), or bfloat16 for half the memory "
         "(see optim.rounding)",
         aliases=DTYPE_ALIASES,
+        on_resume="fixed",
     )
     init_from: str | None = declare(
         None,
@@ -623,15 +646,19 @@ class TrainSection:
         "training objective; tokens: predict the next token; dpo, ipo, kto, simpo, orpo: preferences; reward: a "
         "reward model; classify: text classification; distill: imitate a teacher; module:class: your own",
         form="an objective's name, or module:class",
+        on_resume="fixed",
     )
     freeze: tuple[str, ...] = declare(
-        (), "parameters that are not trained: names of parameters or modules, or patterns such as layers.0.*"
+        (),
+        "parameters that are not trained: names of parameters or modules, or patterns such as layers.0.*",
+        on_resume="fixed",
     )
     ema: float = declare(
         0.0,
         "decay of an exponential moving average of the weights, for example 0.999, kept in float32; 0: none",
         at_least=0,
         below=1,
+        example=0.999,
     )
     max_skipped_updates: int = declare(10, "consecutive non-finite steps after which the run fails", at_least=1)
 
@@ -640,19 +667,21 @@ class TrainSection:
 class LoraSection:
     """LoRA adapters: the model is frozen, and low-rank matrices added to its linear layers are trained."""
 
-    rank: int = declare(0, "rank of the adapters; 0: no adapters", at_least=0, at_most=2**16)
-    alpha: float = declare(16.0, "adapter outputs are scaled by alpha / rank", above=0)
-    dropout: float = declare(0.0, "dropout on adapter inputs", at_least=0, below=1)
+    rank: int = declare(0, "rank of the adapters; 0: no adapters", at_least=0, at_most=2**16, example=16)
+    alpha: float = declare(16.0, "adapter outputs are scaled by alpha / rank", above=0, needs="lora.rank")
+    dropout: float = declare(0.0, "dropout on adapter inputs", at_least=0, below=1, needs="lora.rank")
     targets: str | list[str] = declare(
         "all-linear",
         "layers that get an adapter: all-linear (every linear layer of the blocks; routers and stacked experts get "
         "none), or a list of names or name endings of modules and stacked matrices: [q_proj,gate_up_proj,down_proj]",
+        needs="lora.rank",
     )
     base_dtype: Literal["float32", "bfloat16", "nf4", "fp8"] | None = declare(
         None,
         "dtype of the frozen weights; null: bfloat16 if they are stored as bfloat16, else train.weights_dtype; nf4 or "
         "fp8: 4.5 or 8.5 bits per weight for linear layers and experts of the blocks, fsdp.param_dtype for all others",
         aliases=DTYPE_ALIASES,
+        needs="lora.rank",
     )
 
     @property
@@ -665,7 +694,7 @@ class LoraSection:
 class EvalSection:
     """Evaluation on held-out data."""
 
-    every: int = declare(0, "steps between evaluations; the run also ends with one; 0: never", at_least=0)
+    every: int = declare(0, "steps between evaluations; the run also ends with one; 0: never", at_least=0, example=100)
     steps: int = declare(0, "batches per evaluation, each the size of a global batch; 0: all held-out data", at_least=0)
     metric: str = declare(
         "loss",
@@ -674,7 +703,10 @@ class EvalSection:
     )
     ema: bool = declare(True, "with train.ema: evaluate the averaged weights; false: the trained weights")
     patience: int = declare(
-        0, "consecutive evaluations without a new best after which the run finishes; 0: never stop early", at_least=0
+        0,
+        "consecutive evaluations without a new best after which the run finishes; 0: never stop early",
+        at_least=0,
+        needs="eval.every",
     )
 
     def is_due(self, step: int) -> bool:
@@ -690,23 +722,24 @@ class EvalSection:
 class RunConfig:
     """The complete configuration of a run.
 
-    `model` is an instance of the recipe's dataclass with an added `name` field; `objective` is an instance of the class
-    that `train.objective` names.
+    `model` is an instance of the model spec's dataclass with an added `name` field; `objective` is an instance of the
+    class that `train.objective` names.  The metadata `on_resume` of a section applies to all of its keys that do not
+    declare it themselves (see `declare`); without it, they are free to change.
     """
 
     run: RunSection = field(default_factory=RunSection)
-    model: Any = None
+    model: Any = field(default=None, metadata={"on_resume": "fixed"})
     mesh: MeshSection = field(default_factory=MeshSection)
     fsdp: FsdpSection = field(default_factory=FsdpSection)
-    data: DataSection = field(default_factory=DataSection)
+    data: DataSection = field(default_factory=DataSection, metadata={"on_resume": "fixed"})
     optim: OptimSection = field(default_factory=OptimSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     train: TrainSection = field(default_factory=TrainSection)
-    lora: LoraSection = field(default_factory=LoraSection)
-    objective: Any = field(default_factory=Tokens)
+    lora: LoraSection = field(default_factory=LoraSection, metadata={"on_resume": "fixed"})
+    objective: Any = field(default_factory=Tokens, metadata={"on_resume": "fixed"})
     eval: EvalSection = field(default_factory=EvalSection)
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    log: LogSection = field(default_factory=LogSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection, metadata={"on_resume": "ignored"})
+    log: LogSection = field(default_factory=LogSection, metadata={"on_resume": "ignored"})
 
     @property
     def spec(self) -> ModelSpec:
@@ -770,35 +803,83 @@ class RunConfig:
         """The Hugging Face folder in `model.path`, or None if that is empty or the model has no such field."""
         return getattr(self.model, "path", None) or None
 
-    def with_absolute_paths(self) -> RunConfig:
-        """Return the configuration with the paths of its folders made absolute, so that a stored copy stays valid."""
-        folder = self.checkpoint.dir
-        if folder is not None and "://" not in folder:
-            folder = str(Path(folder).absolute())
-        run = dataclasses.replace(self.run, dir=str(self.run_dir))
-        return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=folder))
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain dictionaries, lists and scalars, with secrets masked.
-
-        `run.on_end` may contain a secret anywhere, so it is masked entirely unless it looks harmless.
-        """
-        plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
+        """Return the configuration as plain dictionaries, lists and scalars, by section."""
+        plain: dict[str, Any] = plain_lists(dataclasses.asdict(self))
+        plain["model"] = {"name": self.model.name, **plain["model"]}
+        for section, values in plain.items():
+            for item in dataclasses.fields(getattr(self, section)):
+                if item.metadata.get("is_computed"):
+                    del values[item.name]
         for key in MODEL_KEYS:
             section, _, name = key.partition(".")
             if isinstance(path := plain[section].get(name), str):  # a name is valid on any machine
                 plain[section][name] = name_of_source(path)
-        if self.run.on_end is not None:
-            plain["run"]["on_end"] = masked_command(self.run.on_end)
         if self.train.epochs is not None:  # the number of steps follows from the epochs
             del plain["train"]["steps"]
         return plain
 
-    def to_yaml(self) -> str:
-        """Return the configuration as YAML: a valid recipe file, except that secrets are masked."""
-        plain = self.to_dict()
-        plain["model"] = {"name": self.model.name, **plain["model"]}
-        return yaml.dump(plain, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    def to_yaml(self, origins: Mapping[str, str] | None = None) -> str:
+        """Return the configuration as YAML: a valid recipe file.
+
+        origins: where each value came from, by key, to add as comments.
+        """
+        return _yaml_of(escape_references(self.to_dict()), origins or {})
+
+    def stored_yaml(self) -> str:
+        """Return the YAML that a run stores, in which paths are absolute.
+
+        It has no `run.dir`, and a `checkpoint.dir` inside the run's folder refers to `run.dir`, so that a run folder
+        can be moved or copied.
+        """
+        plain = escape_references(self.to_dict())
+        del plain["run"]["dir"]
+        if self.checkpoint.dir is not None and "://" not in self.checkpoint.dir:
+            folder = Path(self.checkpoint.dir).absolute()
+            is_inside = folder.is_relative_to(self.run_dir)
+            plain["checkpoint"]["dir"] = (
+                f"{RUN_DIR_REFERENCE}/{folder.relative_to(self.run_dir)}" if is_inside else str(folder)
+            )
+        return _yaml_of(plain, {})
+
+
+RUN_DIR_REFERENCE = "${run.dir}"
+"""How a stored `checkpoint.dir` inside the run's folder begins."""
+
+
+def escape_references(value: Any) -> Any:
+    """Return a plain value or tree with each `${` in its text escaped, so that OmegaConf reads the same text back."""
+    if isinstance(value, dict):
+        return {name: escape_references(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape_references(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _yaml_of(sections: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    lines: list[str] = []
+
+    def add(prefix: str, values: Mapping[str, Any], indent: str) -> None:
+        for name, value in values.items():
+            key = f"{prefix}.{name}"
+            if key in SUBSECTIONS:
+                lines.append(f"{indent}{name}:")
+                add(key, value, indent + "  ")
+                continue
+            text = yaml.dump({name: value}, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf)
+            value_lines = text.splitlines()
+            if key in origins:
+                comment = f"# {' '.join(printable(origins[key]).split())}"
+                if len(value_lines) == 1:
+                    value_lines[0] += f"  {comment}"
+                else:
+                    value_lines.insert(0, comment)
+            lines.extend(f"{indent}{line}" for line in value_lines)
+
+    for section, values in sections.items():
+        lines.append(f"{section}:" if values else f"{section}: {{}}")
+        add(section, values, "  ")
+    return "\n".join(lines) + "\n"
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # the library has no types

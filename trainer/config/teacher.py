@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from trainer.config.load import config_from_yaml
+from trainer.config.files import CONFIG
+from trainer.config.load import load_stored
 from trainer.config.model_folder import find_native, generic_model_of
 from trainer.config.schema import LoraSection, RunConfig
-from trainer.config.stored import CONFIG
 from trainer.config.weights import locate
 from trainer.errors import setting_error
 from trainer.objective import Tokens
@@ -36,7 +36,7 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
         model = (native or generic_model_of(path))[1]
         init_from = path if native else None  # the generic recipe loads the weights from `model.path` itself
     elif (location.folder / CONFIG).is_file():
-        model = config_from_yaml((location.folder / CONFIG).read_text(), TEACHER_KEY).model
+        model = load_stored((location.folder / CONFIG).read_text(), TEACHER_KEY).model
     else:
         rule = "must be a Hugging Face folder, a run folder or a checkpoint"
         raise setting_error(

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer import gguf_model, hub
+from trainer.config.files import CONFIG, read_run_config, run_from_best_path, section_of
 from trainer.config.model_folder import CONFIG_JSON, check_weights
 from trainer.config.schema import RunConfig
-from trainer.config.stored import CONFIG, read_run_config, run_from_best_path, section_of
 from trainer.errors import UserError, setting_error
 
 _WEIGHT_FILE_SUFFIXES = (".pt", ".pth", ".safetensors")

@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.command_line import split_allow_import
+from trainer.config.files import recipe_files
 from trainer.config.keys import declared_keys
 from trainer.config.load import load_config
 from trainer.config.messages import unexpected_argument_error, unknown_option_error
 from trainer.config.parallel import smallest_mesh
-from trainer.config.recipe_files import recipe_files
 from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig
 from trainer.data.mixture import (

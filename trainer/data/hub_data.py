@@ -21,14 +21,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainer import hub
-from trainer.config.stored import read_run_config
-from trainer.config.weights import will_resume
 from trainer.data.records import DOCUMENT_SUFFIXES, InputFile, kind_of
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
-    from trainer.config.passes import Resolution
-    from trainer.config.schema import DataSection, RunConfig
+    from trainer.config.schema import DataSection
 
 _OPTIONS = ("config", "split", "column")
 
@@ -80,46 +77,6 @@ class HubData:
     def fetch(self) -> None:
         """Download the files that are missing.  Raises UserError; see `hub.Repository.fetch`."""
         self.repository.fetch(self.files)
-
-
-def pin_data(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace the branches and tags of datasets in `data.path` and `data.eval_path` with the commits they point to.
-
-    A resumed run keeps the commits that it started with.  Raises UserError as `hub.open_repository` does.
-    """
-    settings = {"path": config.data.path, "eval_path": config.data.eval_path}
-    texts = {key: value if isinstance(value, dict) else {"": value} for key, value in settings.items()}
-    names = {
-        _place(key, source): _parse(text, f"data.{key}")
-        for key, by_source in texts.items()
-        for source, text in by_source.items()
-        if text and hub.is_hub_data(text)
-    }
-    if not names:
-        return config
-    stored = read_run_config(config.run_dir) if will_resume(config) else {}
-    kept_commits = hub.commits_of_run(stored, names)
-
-    def pin(text: str | None, key: str, source: str) -> str | None:
-        name, kept_commit = names.get(_place(key, source)), kept_commits.get(_place(key, source))
-        if name is None or name.is_pinned:
-            return text
-        if kept_commit is not None:
-            resolution.notes.append(
-                f"data.{key}={text}: this run stays with commit {kept_commit[:12]}, which it began with"
-            )
-        return str(hub.open_repository(name, f"data.{key}", kept_commit).name)
-
-    pinned: dict[str, Any] = {}
-    for key, value in settings.items():
-        pinned_texts = {source: pin(text, key, source) for source, text in texts[key].items()}
-        pinned[key] = pinned_texts if isinstance(value, dict) else pinned_texts[""]
-    return replace(config, data=replace(config.data, **pinned))
-
-
-def _place(key: str, source: str) -> str:
-    """Return the setting that names a source's data: `data.path.SOURCE`, or `data.path` if there are no sources."""
-    return f"data.{key}.{source}" if source else f"data.{key}"
 
 
 def find_data(url: str, key: str) -> HubData:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from trainer.config.passes import Resolution, run_passes
 from trainer.config.rules import check_schedule
 from trainer.config.weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.data.build import load_or_build
@@ -147,12 +146,12 @@ def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") 
     Raises ShardError if a shard cannot be read, and UserError if no cache folder is writable.
     """
     source: TokenSource
-    if data.arrangement == "apart":
+    if data.documents == "apart":
         source = PackedSource(shards, data.seq_len, content, data.cache_dir, packs=False)
     elif data.fit == "best":
-        is_masked = data.arrangement == "masked"
+        is_masked = data.documents == "masked"
         source = PackedSource(shards, data.seq_len, content, data.cache_dir, packs=True, is_masked=is_masked)
-    elif data.arrangement == "masked":
+    elif data.documents == "masked":
         source = MaskedSource(shards, data.seq_len)
     else:
         source = TokenSource(shards, data.seq_len)
@@ -504,15 +503,15 @@ _ROW_MULTIPLE = 64
 """The length of trimmed rows is rounded up to a multiple of this, which kernels handle efficiently."""
 
 
-def resolve_from_data(config: RunConfig, resolution: Resolution | None = None) -> RunConfig:
+def resolve_from_data(config: RunConfig) -> RunConfig:
     """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
 
     Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
-    return run_passes("data", config, resolution or Resolution())
+    return epochs_to_steps(trim_rows(config))
 
 
-def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
+def trim_rows(config: RunConfig) -> RunConfig:
     """Shrink `data.seq_len` to fit the longest conversation, rounded up to a multiple of _ROW_MULTIPLE.
 
     Held-out conversations count only if the run evaluates.  Runs before `epochs_to_steps`, which counts the rows.
@@ -533,8 +532,8 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 
 
-def epochs_to_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace `train.epochs` with the equivalent `train.steps`, at least `train.small_model_steps`.
+def epochs_to_steps(config: RunConfig) -> RunConfig:
+    """Replace `train.epochs` with the equivalent `train.steps`.
 
     Raises UserError if the schedule does not fit that number of steps.
     """
@@ -542,9 +541,7 @@ def epochs_to_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
     if train.epochs is None:
         return config
     samples = train.epochs * len(open_source(config.data, config.vocab_size, "train"))
-    steps = max(1, train.small_model_steps, math.ceil(samples / train.global_batch_size))
-    config = dataclasses.replace(
-        config, train=dataclasses.replace(train, epochs=None, small_model_steps=0, steps=steps)
-    )
+    steps = max(1, math.ceil(samples / train.global_batch_size))
+    config = dataclasses.replace(config, train=dataclasses.replace(train, epochs=None, steps=steps))
     check_schedule(config)
     return config

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.config.files import CONFIG
 from trainer.config.schema import RunConfig
-from trainer.config.stored import CONFIG
 from trainer.errors import EXIT_FAILED, print_stderr, setting_error
 from trainer.files import local_path, write_atomically
 from trainer.lifecycle.owner import Owner, is_owned
@@ -112,7 +112,7 @@ class RunFolder:
         """Write `config.yaml`."""
         if self.is_main:
             comment = "".join(f"# {line}\n" for line in self._comment.splitlines())
-            write_atomically(self.path / CONFIG, comment + self.config.with_absolute_paths().to_yaml())
+            write_atomically(self.path / CONFIG, comment + self.config.stored_yaml())
 
     def move_aside(self, names: Sequence[str]) -> Path | None:
         """Move those of the named files that exist to a new folder `previous_NNN`.  Returns that folder, or None.

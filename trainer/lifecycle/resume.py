@@ -12,8 +12,8 @@ from trainer.checkpoint.restore import CheckpointReader, RestoredCheckpoint, Res
 from trainer.checkpoint.saves import Checkpoints
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.config.changes import stored_value
-from trainer.config.passes import is_another_run, shared_checkpoints_rule
-from trainer.config.schema import RunConfig
+from trainer.config.files import is_another_run
+from trainer.config.schema import RUN_DIR_REFERENCE, RunConfig
 from trainer.distributed.world import World
 from trainer.errors import UserError, setting_error
 from trainer.files import local_path
@@ -124,10 +124,13 @@ class Resume:
         if not self._world.is_main or self._reader.is_empty:
             return
         newest, storage = self._reader.newest_run_info(), str(self._checkpoints.storage)
-        if newest is None or self._is_inside(storage) or not self._is_of_another_run(newest.config_yaml):
+        if newest is None or self._is_inside(storage) or not is_another_run(newest.run_dir, self._folder.path):
             return
-        other_run = str(stored_value(newest.config_yaml, "run.dir"))
-        rule = shared_checkpoints_rule(other_run, storage, str(self._folder.path))
+        rule = (
+            f"holds the checkpoints of the run in {newest.run_dir}; a run needs its own\n"
+            "  give checkpoint.dir=WHERE (null: in run.dir) and, to continue from the newest checkpoint there, "
+            f"checkpoint.resume={storage}\n  to resume that run: run.dir={newest.run_dir}"
+        )
         raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
     def _check_not_lost(self) -> None:
@@ -139,8 +142,9 @@ class Resume:
             f"checkpoint.resume=auto: there is no checkpoint in {self._checkpoints.storage}, but this run had one",
             f"{self._folder.metrics} mentions a checkpoint of step {step}",
         ]
-        previous_dir = stored_value(self._folder.previous_config or "", "checkpoint.dir")
-        if previous_dir and not is_same_location(str(previous_dir), str(self._checkpoints.storage)):
+        stored_dir = stored_value(self._folder.previous_config or "", "checkpoint.dir")
+        previous_dir = str(stored_dir or "").replace(RUN_DIR_REFERENCE, str(self._folder.path))
+        if previous_dir and not is_same_location(previous_dir, str(self._checkpoints.storage)):
             lines.append(f"the previous attempt stored them in checkpoint.dir={previous_dir}")
         lines += [
             "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
@@ -155,10 +159,12 @@ class Resume:
         folder = local_path(storage)
         return folder is not None and folder.resolve().is_relative_to(self._folder.path.resolve())
 
-    def _is_of_another_run(self, config_yaml: str | None) -> bool:
-        """Return whether a configuration was stored by another run that still exists."""
-        stored_dir = stored_value(config_yaml or "", "run.dir")
-        return isinstance(stored_dir, str) and is_another_run(stored_dir, self._folder.path)
+    def _is_copy(self) -> bool:
+        """Return whether the run's folder was copied from that of another run, according to its records."""
+        with suppress(OSError):
+            starts = [record for _, record in read_records(self._folder.metrics) if record.get("kind") == "start"]
+            return bool(starts) and is_another_run(str(starts[-1].get("run_dir", "")), self._folder.path)
+        return False
 
     def supersede_if_rolled_back(self, step: int) -> None:
         """If a checkpoint was loaded during training, supersede later checkpoints, and metrics after `step`."""
@@ -197,7 +203,7 @@ class Resume:
         if moved_to is not None:
             subject = "earlier run" if starts_over else f"checkpoints after step {step}"
             self._metrics.print(f"moved the {subject} to {moved_to}")
-        if not is_running and self._is_of_another_run(self._folder.previous_config):
+        if not is_running and self._is_copy():
             self._folder.move_aside(["wandb"])  # it identifies the original run
 
 

@@ -283,10 +283,10 @@ def _schedule_note(config: RunConfig) -> str:
         return (
             "" if schedule.name == "constant" else f"the warmup takes all {num_steps} steps, so the rate never decays"
         )
-    last_rate = config.optim.lr * num_steps / warmup
+    last_rate = config.optim.peak_lr * num_steps / warmup
     return (
         f"the run ends within its warmup of {warmup} steps: the learning rate rises to {last_rate:.3g} instead of "
-        f"{config.optim.lr:g}"
+        f"{config.optim.peak_lr:g}"
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from trainer.config.passes import is_another_run
+from trainer.config.files import is_another_run
 from trainer.config.schema import RunConfig
 from trainer.errors import print_stderr
 from trainer.files import append_and_sync, write_atomically

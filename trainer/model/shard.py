@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trainer.config.parallel import find_slices, nearest_divisor
 from trainer.config.rules import budget_of, compiles_blocks, offloaded_fraction
-from trainer.config.schema import AUTO, FsdpSection, RunConfig
+from trainer.config.schema import AUTO, FsdpSection, Resharding, RunConfig
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
 from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import find_experts, shard_experts
@@ -254,9 +254,7 @@ def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], confi
         _check_no_unit_inside(blocks, units, train.activation_checkpoint)
 
 
-def reshard_of_units(
-    setting: int | str | list[int | str], units: Sequence[ShardUnit], num_shards: int
-) -> list[bool | int]:
+def reshard_of_units(setting: Resharding, units: Sequence[ShardUnit], num_shards: int) -> list[bool | int]:
     """Return `reshard_after_forward` for each unit: False, True, or the number of ranks to reshard to."""
     if isinstance(setting, list) and len(setting) != len(units):
         names = ", ".join(str(unit) for unit in units)
@@ -266,7 +264,7 @@ def reshard_of_units(
     return resolve_resharding(setting, [str(unit) for unit in units], num_shards)
 
 
-def resolve_resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
+def resolve_resharding(setting: Resharding, names: Sequence[str], num_shards: int) -> list[bool | int]:
     """Return `reshard_after_forward` for each unit: False, True, or the number of ranks to reshard to.
 
     By default the last unit does not reshard, since its backward pass comes next and would gather it again.  But if its

@@ -84,11 +84,11 @@ def _with_growth(assignment: Assignment, growth: Growth, config: OptimSection) -
 def _with_muon_rate(assignment: Assignment, config: OptimSection) -> Assignment:
     if assignment.optimizer != "muon" or config.muon.lr is None:
         return assignment
-    if not config.lr:
+    if not config.peak_lr:
         raise setting_error(
             "optim.muon.lr", config.muon.lr, "is a multiple of optim.lr, which is 0", fix="set optim.lr"
         )
-    return dataclasses.replace(assignment, lr_scale=assignment.lr_scale * config.muon.lr / config.lr)
+    return dataclasses.replace(assignment, lr_scale=assignment.lr_scale * config.muon.lr / config.peak_lr)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -204,14 +204,14 @@ def _build(
     seed: int,
     blocks: Mapping[int, Sequence[int]],
 ) -> torch.optim.Optimizer:
-    groups = _groups(members, config.lr)
+    groups = _groups(members, config.peak_lr)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+        return torch.optim.SGD(groups, lr=config.peak_lr, momentum=config.momentum, foreach=True)
     if name == "muon":
         muon = config.muon
         return Muon(
             groups,
-            config.lr,
+            config.peak_lr,
             momentum=config.momentum,
             variant=muon.variant,
             coefficients=muon.coefficients,
@@ -227,7 +227,7 @@ def _build(
             groups,
             names=names,
             seed=seed,
-            lr=config.lr,
+            lr=config.peak_lr,
             betas=config.betas,
             eps=config.eps,
             state_dtype=getattr(torch, config.state_dtype),
@@ -236,7 +236,7 @@ def _build(
     for group in groups:
         if all(parameter.dtype == torch.float32 for parameter in group["params"]):
             group["state_dtype"] = "float32"  # overrides the value in a checkpoint
-    return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return FusedAdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
@@ -258,7 +258,7 @@ class Schedule:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.peak = config.optim.lr
+        self.peak = config.optim.peak_lr
         self.num_steps = config.train.steps
         self.section: ScheduleSection = config.schedule
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.config.command_line import missing_recipe_error, split_allow_import
+from trainer.config.files import recipe_files
 from trainer.config.keys import declared_keys
 from trainer.config.load import load_config
 from trainer.config.messages import unexpected_argument_error, unknown_option_error
@@ -46,7 +47,6 @@ from trainer.config.parallel import (
     resolve_mesh_shape,
     smallest_mesh,
 )
-from trainer.config.recipe_files import recipe_files
 from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig
 from trainer.data.opening import resolve_from_data

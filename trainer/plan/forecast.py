@@ -13,8 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from trainer.config.parallel import MeshShape
-from trainer.config.passes import Resolution, run_passes
+from trainer.config.parallel import MeshShape, resolve_context_method, resolve_expert_method
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
@@ -49,37 +48,35 @@ _DEVICE_TOLERANCE_GIB = 0.25
 also take memory from the allocator."""
 
 
-def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
+def resolve_on_device(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
     """Return `config` with its `auto` settings resolved identically on all ranks, and the planner's choice.
 
-    Plans for the rank with the least memory.  The choice is None if nothing is `auto`, and on all ranks but rank 0.
-    Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
+    The methods of context and expert parallelism are resolved before the planner's choice, whose plans need them, and
+    again after it, since it may choose `mesh.context` and `mesh.expert`.  The choice is None if nothing is `auto`, and
+    on all ranks but rank 0.  Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
-    resolution = Resolution(shape=mesh, world=world)
-    return run_passes("device", config, resolution), resolution.choice
+    config, choice = _choose_auto(_with_methods(config, world), mesh, world)
+    return _with_methods(config, world), choice
 
 
-def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Let the planner choose the `auto` settings for the device's memory, and set `resolution.choice` on rank 0.
+def _with_methods(config: RunConfig, world: World) -> RunConfig:
+    ranks_per_node = world.env.local_world_size
+    return resolve_expert_method(resolve_context_method(config, ranks_per_node), ranks_per_node)
 
-    Called late by `run_passes`, since a plan needs almost every other setting; only passes that depend on the planner's
-    choice follow.  Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
-    """
-    mesh, world = resolution.shape, resolution.world
-    assert mesh is not None
-    assert world is not None
+
+def _choose_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
+    """Let the planner choose the `auto` settings for the memory of the rank that has least."""
     if not uses_auto(config):
-        return config
+        return config, None
     (negated_min_gib,) = world.max([-machine_of(config, world).memory_gib])
 
-    def choose() -> None:
-        if world.is_main:
-            resolution.choice = fastest_choice(
-                config, mesh, replace(machine_of(config, world), memory_gib=-negated_min_gib)
-            )
+    def choose() -> PlannedChoice | None:
+        if not world.is_main:
+            return None
+        return fastest_choice(config, mesh, replace(machine_of(config, world), memory_gib=-negated_min_gib))
 
-    world.agreed(choose)
-    settings = world.broadcast(resolution.choice and resolution.choice.settings)
+    choice: PlannedChoice | None = world.agreed(choose)
+    settings = world.broadcast(choice and choice.settings)
     fsdp = replace(config.fsdp, reshard_after_forward=settings["fsdp.reshard_after_forward"])
     train = replace(
         config.train,
@@ -88,7 +85,7 @@ def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
         offload_activations=settings["train.offload_activations"],
     )
     groups = {name: settings[f"mesh.{name}"] for name in ("context", "expert", "expert_method")}
-    return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, **groups))
+    return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, **groups)), choice
 
 
 def describe_choice(choice: PlannedChoice | None) -> str:

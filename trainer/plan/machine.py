@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.keys import parse_override
+from trainer.config.keys import parse_text
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.files import verify_checksum, with_checksum, write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device
@@ -266,7 +266,7 @@ class CustomDevice:
 
 def read_description(text: str) -> CustomDevice:
     """Parse a mapping that describes a device.  Raises UserError if `text` is not a valid description."""
-    description = parse_override("device", text, dict)
+    description = parse_text("device", text, dict)
     if not isinstance(description, Mapping) or not isinstance(description.get("like"), str):
         rule = "must be the name of a device, or a mapping that says which one it is like"
         raise setting_error("device", text, rule, proposal="{like: h100, power_w: 500, memory_gib: 96}")

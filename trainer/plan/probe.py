@@ -74,7 +74,7 @@ class Probe:
         otherwise, or if the data cannot be read, it is `data.seq_len`.
         """
         data, length = self.config.data, None
-        if data.arrangement == "masked":
+        if data.documents == "masked":
             with contextlib.suppress(UserError):
                 length = open_source(data, self.config.vocab_size, "train").attended
         return length or data.seq_len

@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Literal
 
 from trainer.config.parallel import MeshShape, context_choices
 from trainer.config.rules import offloaded_fraction
-from trainer.config.schema import AUTO, RunConfig, TrainSection
+from trainer.config.schema import AUTO, Resharding, RunConfig, TrainSection, UnitResharding
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
 from trainer.plan.experts import possible_choices
@@ -172,7 +173,7 @@ class _Search:
         policies = [train.activation_checkpoint]
         if train.activation_checkpoint == AUTO:  # least memory first
             policies = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
-        fractions: list[float | str] = [train.offload_activations]
+        fractions: list[float | Literal["none", "auto"]] = [train.offload_activations]
         if train.offload_activations == AUTO:  # least memory first; on a CPU there is no other memory to offload to
             fractions = [*(_OFFLOADED_FRACTIONS if self.machine.device_type == "cuda" else ()), "none"]
         for size in sizes:
@@ -204,7 +205,7 @@ class _Search:
                 runners_up.append(plan)
         return PlannedChoice(self._simplify(best), tuple(runners_up), self.num_candidates)
 
-    def _plan(self, train: TrainSection, reshard: int | str | list[int | str]) -> Plan:
+    def _plan(self, train: TrainSection, reshard: Resharding) -> Plan:
         self.num_candidates += 1
         config = replace(self.config, fsdp=replace(self.config.fsdp, reshard_after_forward=reshard), train=train)
         return make_plan(config, self.mesh, self.machine, self._probe)
@@ -221,13 +222,13 @@ class _Search:
                 yield from self._leave_last_unsharded(uniform, entry)
 
     @cached_property
-    def _resharding_choices(self) -> list[int | str]:
+    def _resharding_choices(self) -> list[UnitResharding]:
         """The alternatives to `never` for one unit: reshard fully after the forward pass, or to groups of n ranks."""
         shard, node = self.mesh.shard, self.machine.rates.ranks_per_node
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
         return ["always", *sorted(sizes, reverse=True)]
 
-    def _leave_last_unsharded(self, uniform: Plan, entry: int | str) -> Iterator[Plan]:
+    def _leave_last_unsharded(self, uniform: Plan, entry: UnitResharding) -> Iterator[Plan]:
         """Yield the plan that leaves as many of the last units unsharded as fit; nothing if not even one fits."""
         num_units = uniform.trace.root
 
@@ -235,7 +236,7 @@ class _Search:
         best: Plan | None = None
         while low < high:
             middle = (low + high + 1) // 2
-            reshard: list[int | str] = [entry] * (num_units - middle) + ["never"] * middle
+            reshard: list[UnitResharding] = [entry] * (num_units - middle) + ["never"] * middle
             plan = self._plan(uniform.config.train, reshard)
             if plan.fits:
                 low, best = middle, plan
@@ -253,11 +254,12 @@ class _Search:
         while improves:
             improves = False
             for unit in range(plan.trace.root):
-                reshard = _as_list(plans[-1])
-                for entry in ("never", *self._resharding_choices):
+                reshard: list[UnitResharding] = _as_list(plans[-1])
+                entries: list[UnitResharding] = ["never", *self._resharding_choices]
+                for entry in entries:
                     if entry == reshard[unit]:
                         continue
-                    changed = [*reshard[:unit], entry, *reshard[unit + 1 :]]
+                    changed: list[UnitResharding] = [*reshard[:unit], entry, *reshard[unit + 1 :]]
                     other = self._plan(plan.config.train, changed)
                     if other.fits and other.time.total_s < (1 - _MIN_IMPROVEMENT) * plans[-1].time.total_s:
                         plans.append(other)
@@ -369,7 +371,7 @@ def _with_train(config: RunConfig, **train: object) -> RunConfig:
     return replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
 
 
-def _as_list(plan: Plan) -> list[int | str]:
+def _as_list(plan: Plan) -> list[Any]:
     setting = plan.config.fsdp.reshard_after_forward
     return list(setting) if isinstance(setting, list) else [setting] * plan.trace.root
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.recipe_files import read_yaml
+from trainer.config.files import read_yaml
 from trainer.errors import UserError, redact, setting_error
 from trainer.lifecycle.owner import is_owned
 from trainer.metrics.goodput import Goodput, RunHistory, TimeLedger

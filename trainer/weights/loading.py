@@ -20,7 +20,8 @@ from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.state_parts import join_state
 from trainer.checkpoint.weights import StoredWeights, open_checkpoint
 from trainer.config.changes import stored_value
-from trainer.config.load import config_from_yaml
+from trainer.config.files import declared_model
+from trainer.config.load import load_stored
 from trainer.config.model_folder import (
     CONFIG_JSON,
     find_native,
@@ -28,7 +29,6 @@ from trainer.config.model_folder import (
     read_declared_model,
 )
 from trainer.config.schema import RunConfig, name_of_source
-from trainer.config.stored import declared_model
 from trainer.config.weights import Location, cannot_quantize_random_weights_error, local_model_path, locate
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
@@ -262,7 +262,7 @@ def model_of_checkpoint(
     stored: StoredWeights, device: torch.device | str = "cpu", allow_import: Collection[str] = ()
 ) -> nn.Module:
     """Return the model in an open checkpoint; see `load_weights`.  Adapters stay separate from their base."""
-    config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
+    config = load_stored(stored.config_yaml, allow_import=allow_import)
     source: WeightSource = stored
     if stored.parts.get(BASE, {}).get("path"):  # the checkpoint holds only adapters
         base = open_base(stored, config.spec, config.model)

@@ -165,7 +165,7 @@ class ChatSource(_Conversations, PackedSource):
     def __init__(
         self, shards: Sequence[Shard], report: ChatReport, encoder: Encoder, data: DataSection, content: str
     ) -> None:
-        packs = data.arrangement != "apart"
+        packs = data.documents != "apart"
         PackedSource.__init__(self, shards, data.seq_len, content, data.cache_dir, packs=packs, is_masked=packs)
         _Conversations.__init__(self, shards, report, encoder)
         self.vocab_size, self.tokenizer = encoder.tokenizer.vocab_size, encoder.tokenizer.plain.name

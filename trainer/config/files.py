@@ -1,10 +1,14 @@
-"""Finds and reads recipe files: the built-in ones in conf/, the user's own, and the stored configurations of runs."""
+"""Finds and reads recipe files: the built-in ones in conf/, the user's own, and the stored configurations of runs.
+
+The configurations that runs store in their folders and checkpoints are untrusted data: a module that one of them names
+is imported only with the user's permission.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,10 @@ from yaml import YAMLError
 
 from trainer.config.keys import EMPTY_VALUE_PROBLEM, declared_keys, expand_subsection
 from trainer.config.messages import unknown_key_error
+from trainer.config.model_folder import DeclaredModel
 from trainer.config.schema import RunConfig
-from trainer.config.stored import CONFIG
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.registry import load_models
+from trainer.registry import check_import, load_models
 
 _STARTING_POINT = "the output of python -m trainer.run recipe=llama_small --print-config"
 
@@ -88,7 +92,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+def keys_of_sections(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a recipe file's sections, as section.key, with their values.
 
     path: the file, for messages.  Raises UserError for an unknown or malformed section.
@@ -115,7 +119,7 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
             yield from expand_subsection(f"{section}.{key}", value)
 
 
-def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
+def missing_model_error(values: Mapping[str, Any], path: str) -> UserError:
     """Return the error for a recipe file that names no model, or for an unknown key in the file if there is one."""
     load_models()
     undetermined = ("model.", "objective.")  # the keys of these sections depend on the model and the objective
@@ -125,3 +129,106 @@ def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
             return unknown_key_error(key, value, legal, f" (in {path})")
     fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
     return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Stored configurations
+
+CONFIG = "config.yaml"
+"""File name of the stored configuration in a run folder or a checkpoint."""
+
+_RUN_FILES = ("status.json", "metrics.jsonl")
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether `folder` is a run folder: it has the status or the metrics of a run."""
+    return any((folder / name).is_file() for name in _RUN_FILES)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether `folder` has the manifest of a checkpoint."""
+    return (folder / "manifest.json").is_file()
+
+
+def is_written_by_run(path: Path) -> bool:
+    """Return whether `path` is a `config.yaml` that a run wrote into its folder or into a checkpoint."""
+    return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
+
+
+def is_another_run(run_dir: str, folder: Path) -> bool:
+    """Return whether the folder `run_dir`, recorded in the files of `folder`, holds a run and is another folder.
+
+    If so, `folder` is a copy of that run.  If `run_dir` no longer holds a run, that run was moved to `folder`.
+    """
+    other = Path(run_dir)
+    try:
+        return is_run(other) and not other.samefile(folder)
+    except OSError:
+        return other.absolute() != folder.absolute()
+
+
+def run_from_best_path(path: str) -> str | None:
+    """Return RUN if `path` has the form RUN/best, which means the run's best checkpoint; otherwise None.
+
+    RUN is a folder or URL.  A path that exists is taken literally: the result is then None.
+    """
+    run, slash, name = path.rstrip("/").rpartition("/")
+    is_best = name == "best" and slash and run and not Path(path).exists()
+    return run if is_best else None
+
+
+def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
+    """Raise UserError if a configuration written by a run names a module whose import the user has not allowed.
+
+    A key that is also given on the command line (`assignments`) is trusted.
+    """
+    for section, name in (("model", "name"), ("fsdp", "wrap"), ("train", "objective")):
+        key, settings = f"{section}.{name}", values.get(section)
+        value = settings.get(name) if isinstance(settings, Mapping) else None
+        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
+            check_import(key, value, allow_import)
+
+
+def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return a stored configuration by section, without resolving references or importing anything.
+
+    Raises UserError, which names `origin`, if the text is not a configuration.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{origin}: not a configuration ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: not a configuration")
+    return {str(key): value for key, value in tree.items()}
+
+
+def read_run_config(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration stored in a run folder, or an empty mapping if it cannot be read."""
+    try:
+        return read_stored((folder / CONFIG).read_text())
+    except (OSError, ValueError, UserError):
+        return {}
+
+
+def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a parsed configuration; empty if it is missing or has no keys."""
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
+    """Return the model fields in a configuration written by `to_yaml`; None if its model's recipe is not `name`.
+
+    Imports nothing that the text names.  Raises UserError, which names `where`, if the text is not a configuration.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
+    fields = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+        return None
+    if "${" in str(fields):
+        raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
+    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
