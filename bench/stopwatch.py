@@ -46,12 +46,12 @@ PACKAGES = {
 """Packages whose import is a separate part, including the imports of unlisted packages that it causes."""
 
 METHODS = {
-    "trainer.config.load": {"load_with_origins": "configuration"},
+    "trainer.config.load": {"load": "configuration"},
     "trainer.config.rules": {"check_config": "configuration"},
     "trainer.data.opening": {"open_source": "data"},
     "trainer.distributed.world": {"World.__init__": "process group", "World.build_mesh": "process group"},
     "trainer.lifecycle.checks": {"check_same_run": "self-check", "check_start": "self-check"},
-    "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.summary": "planner's forecast"},
+    "trainer.plan.forecast": {"resolve_on_device": "planner's forecast", "Forecast.summary": "planner's forecast"},
     "trainer.trainer": {
         "Trainer.build_model": "model",
         "Trainer.build_optimizer": "optimizer",

@@ -162,7 +162,7 @@ def draw(seed: int, inputs: Path) -> Case:
         overrides += ["model.name=hf"] if chance(0.3) else []
         overrides += [f"data.cache_dir={inputs / 'cache'}", "data.seq_len=48", "data.trim_rows=false"]
         overrides += [f"data.path={inputs / ('pairs' if kind == 'dpo' else 'chats')}.jsonl"]
-        overrides += ["train.epochs=null", "train.small_model_steps=0"] if kind == "chat" else ["train.epochs=null"]
+        overrides += ["train.epochs=null"]
     elif model == "hf":
         overrides += ["recipe=llama_small", "model.name=hf", f"model.path={inputs / 'model'}"]
     else:

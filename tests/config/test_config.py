@@ -19,9 +19,9 @@ from tests.helpers.launch import tiny
 from tests.helpers.runs import SharedRun
 from trainer import RunConfig, UserError, load_config, run
 from trainer.config.changes import compare_configs, has_changed
+from trainer.config.files import recipe_files
 from trainer.config.keys import declared_keys
 from trainer.config.parallel import MeshShape, resolve_mesh_shape
-from trainer.config.files import recipe_files
 from trainer.config.rules import check_config
 from trainer.config.schema import MeshSection, TrainSection
 from trainer.registry import find_model

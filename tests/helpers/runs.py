@@ -147,7 +147,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> SharedRun:
         "lora.rank=4",
         "train.epochs=null",
         f"train.steps={STEPS}",
-        "train.small_model_steps=0",
         "train.global_batch_size=4",
         "train.micro_batch_size=2",
         "checkpoint.every=4",

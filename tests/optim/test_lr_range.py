@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.launch import merged, run, tiny
+from tests.helpers.launch import merged, run
 from tests.helpers.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config.rules import check_config
@@ -18,20 +18,11 @@ from trainer.config.rules import check_config
 RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
 
 
-def test_range_test_is_a_separate_short_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = load_config("llama_small", ["schedule.name=range", "log.every=10"])
-    assert (config.run.dir, config.train.steps, config.eval.every) == ("runs/llama_small-lr", 100, 0)
-    assert (config.log.sample_tokens, load_config("llama_small").log.sample_tokens > 0) == (0, True)
-    for attempt in range(2):  # the second one starts over
-        overrides = [item for item in tiny(*RANGE, "log.every=10") if not item.startswith("eval.every")]
-        trainer = Trainer(load_config("llama_small", overrides))
-        assert trainer.fit() == 0
-        trainer.close()
-        folder = tmp_path / "runs" / "llama_small-lr"
-        assert (folder / "previous_001").exists() == (attempt == 1)
+def test_range_test_suggests_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "range"
+    trainer = Trainer(tiny_config(folder, *RANGE, "log.every=10"))
+    assert trainer.fit() == 0
+    trainer.close()
     said = capsys.readouterr().out
     train = [line for line in lines(folder) if line["kind"] == "train"]
     expected = [1e-4 * (1e3 / 1e-4) ** (number / 11) for number in range(12)]
@@ -41,39 +32,19 @@ def test_range_test_is_a_separate_short_run(
     lowest = min(train, key=lambda line: line["loss"])
     assert 1e-4 < found["suggested_lr"] <= lowest["lr"] * 10
     assert f"suggested: optim.lr={found['suggested_lr']:.1e}" in said
-    assert "moved the earlier run to " in said
     assert "trainer.report" in said
     assert "trainer.export" not in said, "of weights that have diverged there is nothing to do"
 
 
-def test_range_test_never_uses_the_folder_of_a_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def places(recipe: str, *overrides: str) -> tuple[str, str, str | None]:
-        config = load_config(recipe, overrides)
-        return config.run.name, config.run.dir, config.checkpoint.dir
-
-    def written(folder: str, *overrides: str) -> None:
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "config.yaml").write_text(
-            load_config("llama_small", overrides).with_absolute_paths().to_yaml()
-        )
-        (tmp_path / folder / "status.json").write_text("{}")
-
-    test = "schedule.name=range"
-    (tmp_path / "mine.yaml").write_text("recipe: llama_small\nschedule: {name: range}\n")
-    assert places("mine.yaml") == ("mine-lr", "runs/mine-lr", None)
-    assert places("llama_small", test, "run.dir=out/") == ("llama_small-lr", "out-lr", None)
-    named = ["run.name=mine", "checkpoint.dir=kept"]
-    written("runs/mine", *named)
-    assert places("llama_small", test, *named) == ("mine-lr", "runs/mine-lr", "kept-lr")
-    assert places("runs/mine", test) == ("mine-lr", "runs/mine-lr", str(tmp_path / "kept-lr"))
-    written("runs/mine-lr", test, *named)
-    assert places("llama_small", test, *named) == ("mine-lr", "runs/mine-lr", "kept-lr")
-    assert places("runs/mine-lr") == ("mine-lr", "runs/mine-lr", str(tmp_path / "kept-lr"))
-    assert places("runs/mine-lr", test, "checkpoint.dir=kept")[1:] == ("runs/mine-lr", "kept-lr")
-    written("runs/high-lr", "run.name=high-lr")
-    assert places("llama_small", test, "run.name=high")[1] == "runs/high-lr-lr", "a run that is only named so"
+@pytest.mark.parametrize("first", ["training", "range"])
+def test_a_range_test_and_a_training_run_do_not_continue_each_other(first: str, tmp_path: Path) -> None:
+    kinds = {"training": ["train.steps=2"], "range": RANGE}
+    second = "range" if first == "training" else "training"
+    trainer = Trainer(tiny_config(tmp_path / "run", *kinds[first]))
+    assert trainer.fit() == 0
+    trainer.close()
+    with pytest.raises(UserError, match=r"^schedule\.name=.*\n.*run\.name"):
+        Trainer(tiny_config(tmp_path / "run", *kinds[second])).fit()
 
 
 class Curve(Trainer):
@@ -97,7 +68,7 @@ def test_rate_with_the_steepest_loss_is_suggested(ends: tuple[float, float], tmp
     trainer = Curve(tiny_config(tmp_path / "run", *wanted))
     assert trainer.fit() == 0
     trainer.close()
-    found = json.loads((tmp_path / "run-lr" / "lr_range.json").read_text())["suggested_lr"]
+    found = json.loads((tmp_path / "run" / "lr_range.json").read_text())["suggested_lr"]
     assert found is None or 4e-4 < found < 2.5e-3
     assert (found is None) == (ends[0] > 0.1)
 
@@ -118,7 +89,7 @@ def test_diverged_range_test_counts_as_finished(kind: type[Trainer], tmp_path: P
     trainer = kind(tiny_config(tmp_path / "run", *RANGE))
     assert trainer.fit() == 0
     trainer.close()
-    folder = tmp_path / "run-lr"
+    folder = tmp_path / "run"
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 5)
     last = json.loads((folder / "lr_range.json").read_text())["points"][-1]

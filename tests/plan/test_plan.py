@@ -30,8 +30,8 @@ from tests.helpers.plan_truth import (
 )
 from tests.helpers.tiny import lines
 from trainer import Trainer, UserError, load_config
-from trainer.config.parallel import MeshShape, resolve_expert_method
 from trainer.config.files import recipe_description, recipe_files
+from trainer.config.parallel import MeshShape, resolve_expert_method
 from trainer.config.rules import check_config, offloaded_fraction
 from trainer.config.schema import AUTO
 from trainer.plan.machine import GIB, Machine, find_machine

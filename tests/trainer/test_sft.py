@@ -23,7 +23,6 @@ from tests.helpers.runs import STEPS, SharedRun, write_chats
 from tests.helpers.tiny import fit, lines, tiny_config
 from trainer import RunConfig, Trainer, TrainLoader, load_config
 from trainer.data.loader import Batch
-from trainer.data.opening import resolve_from_data
 from trainer.data.source import IGNORE
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import export_checkpoint
@@ -68,9 +67,15 @@ def test_workers_of_the_loader_read_the_same_chats(tmp_path: Path) -> None:
 
 def test_an_evaluation_is_the_same_packed_or_not(tmp_path: Path) -> None:
     found = []
-    for pack in ("true", "false"):
-        settings = [*write_chats(tmp_path), f"data.pack={pack}", "data.holdout=0.3", "eval.every=1", "eval.steps=0"]
-        trainer = Trainer(tiny_config(tmp_path / pack, *settings))
+    for documents in ("masked", "apart"):
+        settings = [
+            *write_chats(tmp_path),
+            f"data.documents={documents}",
+            "data.holdout=0.3",
+            "eval.every=1",
+            "eval.steps=0",
+        ]
+        trainer = Trainer(tiny_config(tmp_path / documents, *settings))
         record = trainer.evaluate()
         trainer.close()
         assert record is not None
@@ -93,12 +98,10 @@ def test_a_resume_within_an_epoch_is_bit_identical(chat: SharedRun, tmp_path: Pa
 
 
 def test_epochs_are_converted_to_steps(tmp_path: Path) -> None:
-    settings = [*write_chats(tmp_path), "data.pack=false", "train.epochs=1.5"]
+    settings = [*write_chats(tmp_path), "data.documents=apart", "train.epochs=1.5"]
     trainer = Trainer(tiny_config(tmp_path / "run", *settings, "train.global_batch_size=8"))
     assert (trainer.config.train.steps, trainer.config.train.epochs) == (8, None)  # 60 samples, 8 in each step
     trainer.close()
-    more = resolve_from_data(tiny_config(tmp_path / "more", *settings, "train.small_model_steps=30")).train
-    assert (more.steps, more.epochs, more.small_model_steps) == (30, None, 0)
 
 
 def test_rows_are_as_long_as_the_longest_conversation_needs(tmp_path: Path) -> None:
@@ -117,7 +120,7 @@ def test_rows_are_as_long_as_the_longest_conversation_needs(tmp_path: Path) -> N
     assert steps[1] > 3 * steps[0]
 
 
-def test_learning_rate_and_minimum_steps_depend_on_the_models_width(tmp_path: Path) -> None:
+def test_learning_rate_depends_on_the_models_width(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
     shape |= {"intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128, "max_position_embeddings": 128}
     folder = write_tokenizer(tmp_path / "model", CHATML)
@@ -127,20 +130,15 @@ def test_learning_rate_and_minimum_steps_depend_on_the_models_width(tmp_path: Pa
         return load_config("sft", [f"model.path={folder}", "data.path=chats.jsonl", "model.fresh=true", *overrides])
 
     def lr(*overrides: str) -> float:
-        return load(*overrides).optim.lr
-
-    def least(*overrides: str) -> int:
-        return load(*overrides).train.small_model_steps
+        return load(*overrides).optim.peak_lr
 
     assert load().data.tokenizer == load("model.name=hf").data.tokenizer == str(folder / "tokenizer.json")
     assert lr() == lr("model.name=hf") == pytest.approx(5e-5 * (2000 / 64) ** 0.78, rel=5e-3)
     assert lr("lora.rank=4") == pytest.approx(10 * lr(), rel=5e-3)
     assert lr("optim.lr=1e-3", "lora.rank=4") == 1e-3
-    assert lr("optim.lr=1e-3", "optim.lr_by_width=true") == pytest.approx(20 * lr(), rel=5e-3)
-    assert least() == least("model.name=hf") == least("train.epochs=9", "train.small_model_steps=1500") == 1500
-    assert least("train.epochs=3") == least("train.steps=3") == 0, "given ones are taken as they stand"
-    (folder / "config.json").write_text(json.dumps(shape | {"hidden_size": 512}))
-    assert least() == 0, "a model of this width has three epochs, whatever the steps"
+    (tmp_path / "own.yaml").write_text("recipe: sft\noptim: {lr: 1.0e-3}\n")
+    own = load_config(str(tmp_path / "own.yaml"), [f"model.path={folder}", "data.path=chats.jsonl", "model.fresh=true"])
+    assert own.optim.lr == 1e-3, "a rate is taken as it stands, wherever it is set"
 
 
 # ---------------------------------------------------------------------------------------------------------------

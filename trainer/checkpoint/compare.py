@@ -29,10 +29,11 @@ width, shows up in every tensor."""
 class IncompatibleCheckpoint(UserError):
     """Raised if a checkpoint cannot be restored into the state.  The message shows the differences, settings first."""
 
-    def __init__(self, storage: Storage, settings: list[str], by_part: Mapping[str, list[str]]) -> None:
+    def __init__(self, storage: Storage, settings: list[str], by_part: Mapping[str, list[str]], new_name: str) -> None:
         """settings: the differences in settings, one line each.
 
         by_part: the differences in the state, one line each, by part.
+        new_name: a name for another run, to propose.
         """
         part_lines = [line for lines in by_part.values() for line in lines]
         # A different optimizer explains the differences in its state, which then need no advice of their own.
@@ -49,16 +50,22 @@ class IncompatibleCheckpoint(UserError):
         ]
         if len(lines) > _MAX_LINES:
             shown.append(f"and {len(lines) - _MAX_LINES} more differences")
-        shown.append(advice_for(settings, lines_to_advise_on, parts))
+        shown.append(advice_for(settings, lines_to_advise_on, parts, new_name))
         super().__init__(f"cannot resume from {storage}:\n" + "\n".join(f"  {line}" for line in shown))
 
 
 def check_compatible(
-    storage: Storage, settings: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
+    storage: Storage,
+    settings: list[str],
+    state: TrainState,
+    stored: StoredState,
+    allowed: frozenset[str],
+    new_name: str,
 ) -> tuple[set[str], list[str]]:
     """Return the parts not to restore, which differ but are in `allowed`, and remarks to print.
 
     settings: forbidden differences in settings, one line each.
+    new_name: a name for another run, to propose.
 
     Raises IncompatibleCheckpoint with these and all forbidden differences in the state, and UserError if `allowed`
     names a part that does not exist.
@@ -101,16 +108,17 @@ def check_compatible(
                 by_part[name] = by_part.get(name, []) + changed
             all_remarks += remarks
     if settings or by_part:
-        raise IncompatibleCheckpoint(storage, settings, by_part)
+        raise IncompatibleCheckpoint(storage, settings, by_part, new_name)
     return left_out, all_remarks
 
 
-def advice_for(settings: list[str], part_lines: list[str], parts: Sequence[str] = ()) -> str:
+def advice_for(settings: list[str], part_lines: list[str], parts: Sequence[str], new_name: str) -> str:
     """Return advice on a checkpoint that was refused.
 
     settings: the differences in settings, one line each.
     part_lines: the differences in parts of the state, one line each.
     parts: the parts that have a difference whose line does not say how to allow it.
+    new_name: a name for another run, to propose.
     """
     keys = [line.partition(":")[0] for line in settings]
     keys += [key for line in part_lines for key in _ALLOW_HINT.findall(line)]
@@ -119,12 +127,12 @@ def advice_for(settings: list[str], part_lines: list[str], parts: Sequence[str] 
         keys = ["model" if key == "model.name" else key for key in keys]  # covers all its settings
         allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*keys, *names]))}]")
         return (
-            "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
+            f"to fix: undo the change, or train another run: run.name={new_name} (train.init_from starts it from these "
             f"weights, if they match); {allowed} reinitializes what does not match"
         )
     needed = [key for key in dict.fromkeys(keys) if key.partition(".")[0] == key or key.partition(".")[0] not in keys]
     allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(needed)}]")
-    return f"to fix: undo the change, train another run (run.name=NAME), or allow it: {allowed}"
+    return f"to fix: undo the change, train another run (run.name={new_name}), or allow it: {allowed}"
 
 
 def _state_differs(name: str, where: str) -> str:

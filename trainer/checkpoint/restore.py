@@ -35,7 +35,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.messages import DamagedCheckpoint, describe_failures
 from trainer.checkpoint.state_parts import SharedState, StatePart, join_state, rank_state_from_bytes, split_state
 from trainer.checkpoint.storage import DAMAGED, MANIFEST, Damaged, Storage, describe, list_configured_folder
-from trainer.config.changes import compare_configs
+from trainer.config.changes import compare_configs, free_run_name
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
@@ -183,7 +183,7 @@ class CheckpointReader:
             return None, damage
         refused, changed = self.world.agreed(lambda: compare_configs(request.config, stored.config_yaml))
         left_out, warnings = self.world.agreed(
-            lambda: check_compatible(storage, refused, state, stored, request.allowed)
+            lambda: check_compatible(storage, refused, state, stored, request.allowed, free_run_name(request.config))
         )
         targets = self.world.agreed(lambda: prepare_targets(state, stored.layout, left_out))
         if damage := self._read(storage, targets):

@@ -119,9 +119,9 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
 def parse_text(key: str, text: str, hint: Any) -> Any:
     """Return the value of a key on the command line: the text itself if the key takes only text, otherwise as in YAML.
 
-    If a key takes either text or a list or mapping, the value is one of these only if the text is one in YAML.  Raises
-    UserError for text that is not valid YAML, for a number that YAML would read in another base, and for empty text
-    unless it is for a model's key.
+    If a key takes either text or a mapping, the value is a mapping only if the text is one in YAML.  Raises UserError
+    for text that is not valid YAML, for a number that YAML would read in another base, and for empty text unless it is
+    for a model's key.
     """
     options = union_members(hint)
     is_nullable = type(None) in options
@@ -136,14 +136,14 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
         return text
+    may_be_text = str in options and any(typing.get_origin(option) is dict for option in options)
     try:
         value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        if str in options:
+        if may_be_text:
             return text
         raise setting_error(key, text, "is not a valid YAML value") from error
-    takes_value = any(typing.get_origin(option) is type(value) for option in options)
-    return text if str in options and not takes_value else value
+    return text if may_be_text and not isinstance(value, dict) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -161,21 +161,25 @@ def default_tree(model: type, objective: type) -> DictConfig:
     return tree
 
 
-def typed_config(values: Mapping[str, Any], origins: Mapping[str, str], model: type, objective: type) -> RunConfig:
+def typed_config(
+    values: Mapping[str, Any], origins: Mapping[str, str], texts: Mapping[str, str], model: type, objective: type
+) -> RunConfig:
     """Return the configuration with these values by key, and defaults for all other keys.
 
     origins: the file that sets each key, or COMMAND_LINE.
+    texts: the values of the command line as they were typed, for messages.
 
     Raises UserError for an unknown key, a wrong type, a value outside its limits, or a reference that has no value.
     """
     tree, declared = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
-    for key, given in values.items():
+    for key, value in values.items():
+        given = texts.get(key, value)
         where = "" if origins[key] == COMMAND_LINE else f" (in {origins[key]})"
         if key not in declared:
             raise unknown_key_error(key, given, declared, where, str(values.get("model.name") or ""))
-        hint, value = declared[key].type, given
+        hint = declared[key].type
         if origins[key] == COMMAND_LINE and key.startswith(TYPED_BY_OTHERS):
-            value = parse_text(key, given, hint)
+            value = parse_text(key, value, hint)
         _reject_resolvers(key, value, where)
         if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
             value = os.path.expanduser(value)
@@ -195,7 +199,7 @@ def typed_config(values: Mapping[str, Any], origins: Mapping[str, str], model: t
         key = str(error.full_key)
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
         fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
-        raise setting_error(key, values.get(key), rule, fix=fix) from error
+        raise setting_error(key, texts.get(key, values.get(key)), rule, fix=fix) from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
     return config

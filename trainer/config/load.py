@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,18 @@ from trainer.registry import find_model
 
 @dataclass(frozen=True)
 class Layer:
-    """The values that one place sets, by key; those of the command line in TYPED_BY_OTHERS are text."""
+    """The values that one place sets, by key; those of the command line in TYPED_BY_OTHERS are text.
+
+    texts: the values of the command line as they were typed, for messages.
+    """
 
     origin: str
     values: Mapping[str, Any]
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def without(self, keys: Collection[str]) -> Layer:
         """Return the layer without these keys."""
-        return Layer(self.origin, {key: value for key, value in self.values.items() if key not in keys})
+        return replace(self, values={key: value for key, value in self.values.items() if key not in keys})
 
 
 def load_config(
@@ -108,7 +112,7 @@ def load_layers(layers: Sequence[Layer], name: str, needs_weights: bool = True) 
         raise missing_model_error(values, layers[0].origin)
     model = find_model(str(values["model.name"])).config
     objective: type = find_objective(str(values.get("train.objective", "tokens")))
-    config = typed_config(values, origins, model, objective)
+    config = typed_config(values, origins, layers[-1].texts, model, objective)
     if declared is not None:
         declared.check(config.model, config.checkpoint.allow_changes)
     loaded = Loaded(config, origins, notes)
@@ -134,7 +138,7 @@ def load_stored(text: str, origin: str = CONFIG, allow_import: Collection[str] =
         raise missing_model_error(values, origin)
     model = find_model(str(values["model.name"]), allow_import).config
     objective: type = find_objective(str(values.get("train.objective", "tokens")), allow_import)
-    config = typed_config(values, dict.fromkeys(values, origin), model, objective)
+    config = typed_config(values, dict.fromkeys(values, origin), {}, model, objective)
     return with_section(config, "data", labels=labels_of(config))
 
 
@@ -155,11 +159,12 @@ _OWN_KEYS = ("run.name", "run.dir", "checkpoint.dir", "checkpoint.resume")
 
 def command_line_layer(overrides: Sequence[str]) -> Layer:
     """Return the layer of `key=value` arguments.  Raises UserError for one that cannot be parsed."""
-    declared, values = declared_keys(), dict[str, Any](split_overrides(overrides))
-    for key, text in values.items():
+    declared, texts = declared_keys(), split_overrides(overrides)
+    values: dict[str, Any] = dict(texts)
+    for key, text in texts.items():
         if key in declared and not key.startswith(TYPED_BY_OTHERS):
             values[key] = parse_text(key, text, declared[key].type)
-    return Layer(COMMAND_LINE, values)
+    return Layer(COMMAND_LINE, values, texts)
 
 
 def file_layers(path: Path, command_line: Mapping[str, Any], allow_import: Collection[str]) -> list[Layer]:
@@ -217,7 +222,7 @@ def _continued(layer: Layer, folder: Path) -> Layer:
     values = {**layer.values, "run.dir": str(folder)}
     if values.get("checkpoint.resume") == "none" or any((folder / "checkpoints").glob("step_*")):
         values["checkpoint.resume"] = AUTO  # the stored value only applied to the first start
-    return Layer(layer.origin, values)
+    return replace(layer, values=values)
 
 
 def _checkpoint_as_recipe_error(path: Path) -> UserError:
@@ -293,7 +298,7 @@ def fetch_models(
         if commit is not None:
             notes.append(f"{key}={text}: this run stays with commit {commit[:12]}, which it began with")
         paths[key] = _fetch(key, text, commit, needs_weights and key != "data.tokenizer")
-    replaced = [Layer(layer.origin, {**layer.values, **_common(paths, layer.values)}) for layer in layers]
+    replaced = [replace(layer, values={**layer.values, **_common(paths, layer.values)}) for layer in layers]
     return replaced, {key: texts[key] for key in paths}
 
 
@@ -312,7 +317,7 @@ def _fetch(key: str, text: str, commit: str | None, with_weights: bool) -> str:
             rule = "names a data set, not a model"
             raise setting_error(key, text, rule, fix=f"give it as data.path={text}")
         if key == "data.tokenizer" and not name.path.endswith(".gguf"):  # all small files are fetched together
-            path = hub.fetch_model(dataclasses.replace(name, path=""), key, commit, with_weights) / name.path
+            path = hub.fetch_model(replace(name, path=""), key, commit, with_weights) / name.path
         else:
             path = hub.fetch_model(name, key, commit, with_weights)
     if not gguf_model.is_gguf(str(path)):

@@ -83,12 +83,13 @@ def _check_needs(config: RunConfig) -> None:
             continue
         current = operator.attrgetter(needed)(config)
         if choice and current != choice:
-            fix = f"set {needed}={choice}, or leave it out"
-            raise setting_error(key, value, f"only applies to {needed}={choice}, not {current}", fix=fix)
+            fix = f"leave it out, or set {needed}={choice}"
+            raise setting_error(key, value, f"only applies to {needed}={choice}, not {current}", item.default, fix=fix)
         if not current:
             example = declared_keys()[needed].metadata["example"]
-            fix = f"set {needed}, for example to {example}, or leave it out"
-            raise setting_error(key, value, f"has no effect with {needed}={yaml_scalar(current)}", fix=fix)
+            rule = f"has no effect with {needed}={yaml_scalar(current)}"
+            fix = f"leave it out, or set {needed}, for example to {example}"
+            raise setting_error(key, value, rule, item.default, fix=fix)
 
 
 def _check_settings(config: RunConfig) -> None:

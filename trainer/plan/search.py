@@ -271,7 +271,7 @@ class _Search:
         entries = _as_list(plan)
         if len(set(entries)) > 1:
             return plan
-        entry = "default" if entries[:1] in ([], ["always"]) else entries[0]
+        entry: Resharding = "default" if entries[:1] in ([], ["always"]) else entries[0]
         return self._plan(plan.config.train, entry)
 
 
