@@ -391,8 +391,6 @@ def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Ten
             rule = "rejected responses would be trained on like chosen ones"
             raise setting_error("data.format", "preference", rule, fix="use a Trainer whose `loss` compares the two")
         inputs = {name: entry for name, entry in batch.items() if name in argument_names and name != "tokens"}
-        if "borders" in argument_names and "cu_seqlens" in batch:
-            inputs["borders"] = batch["cu_seqlens"]  # deprecated name; remove in the next release
         output: torch.Tensor = model(batch["tokens"], **inputs)
         return output if "targets" in argument_names else cross_entropy(output, batch["targets"])
 

@@ -11,20 +11,15 @@ Importing this module or the built-in objectives does not import torch, so that 
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from trainer.errors import choice_error, setting_error
-from trainer.registry import check_import, entry_points, import_object
+from trainer.errors import setting_error
+from trainer.registry import Registry, check_import, import_object
 
 if TYPE_CHECKING:
     import torch
-
-ENTRY_POINTS = "meshtrainer.objectives"
-"""Entry-point group in which other distributions list modules that register objectives."""
 
 ExtraInput = Literal["reference", "labels", "scores", "teacher"]
 """An input that the Trainer computes only for objectives that need it (`Objective.needs`)."""
@@ -60,10 +55,6 @@ class ObjectiveInputs:
     scores: Any = None
     mean_statistic: Any = None
     log: Callable[..., None] = log_nothing
-
-
-Rows = ObjectiveInputs
-"""The former name of `ObjectiveInputs`.  It keeps working for one version."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ class TokenObjective(Objective):
 
     The loss of a token is `hard` times its cross-entropy with the target, plus (1 - `hard`) times the divergence.  The
     loss of a step is the mean over the targets of the global batch, as for `tokens`.  `teacher`: the path of the
-    teacher model, or of a folder with its stored log-probabilities.
+    teacher model.
     """
 
     needs: ClassVar[tuple[ExtraInput, ...]] = ("teacher",)
@@ -125,8 +116,7 @@ class TokenObjective(Objective):
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the divergence of the student from the teacher at each token, (n,).
 
-        student, teacher: next-token log-probabilities, (n, V), in fp32; for stored outputs of a teacher,
-            those of its k most likely tokens and of all others together, (n, k + 1).
+        student, teacher: next-token log-probabilities, (n, V), in fp32.
         """
         raise NotImplementedError
 
@@ -147,17 +137,40 @@ def log_sigmoid(values: torch.Tensor) -> torch.Tensor:
 # The registry
 
 ObjectiveType = TypeVar("ObjectiveType", bound="type[Objective]")
-_registry: dict[str, type[Objective]] = {}
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective", "train.objective", "trainer.objectives", "meshtrainer.objectives"
+)
 
 
 def register_objective(name: str) -> Callable[[ObjectiveType], ObjectiveType]:
     """Register the decorated objective as `train.objective=NAME`, replacing any earlier one of that name."""
 
     def add(objective: ObjectiveType) -> ObjectiveType:
-        _registry[name] = objective
+        OBJECTIVES.add(name, objective, objective.__module__)
         return objective
 
     return add
+
+
+def find_objective(name: str, allowed_modules: Collection[str] | None = None) -> type[Objective]:
+    """Return the objective that `train.objective` names: a registered name, or "package.module:class".
+
+    allowed_modules: the modules that may be imported, as in `Registry.find`; None for any.  Raises UserError.
+    """
+    if ":" not in name:
+        return OBJECTIVES.find(name, allowed_modules)
+    if allowed_modules is not None:
+        check_import("train.objective", name, allowed_modules)
+    objective = import_object(name, "train.objective")
+    if not (isinstance(objective, type) and issubclass(objective, Objective)):
+        rule = "must be a subclass of trainer.Objective"
+        raise setting_error("train.objective", name, rule, fix="see docs/objectives.md for an example")
+    return objective
+
+
+def all_objectives() -> dict[str, type[Objective]]:
+    """Return all objectives by name: built-in ones, those of installed distributions, and any others registered."""
+    return OBJECTIVES.all()
 
 
 @register_objective("tokens")
@@ -165,34 +178,5 @@ def register_objective(name: str) -> Callable[[ObjectiveType], ObjectiveType]:
 class Tokens(Objective):
     """Predict the next token; no settings."""
 
-    context, trainer = True, None
-
-
-def all_objectives() -> dict[str, type[Objective]]:
-    """Return all objectives by name: built-in ones, those of installed distributions, and any others registered."""
-    package = importlib.import_module("trainer.objectives")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"trainer.objectives.{module.name}")
-    for entry in entry_points(group=ENTRY_POINTS):
-        entry.load()
-    return {name: _registry[name] for name in sorted(_registry)}
-
-
-def find_objective(name: str, allowed_modules: Collection[str] | None = None) -> type[Objective]:
-    """Return the objective named by `train.objective`: a registered name, or "package.module:class".
-
-    allowed_modules: the modules that may be imported, as in `find_recipe`; None for any.  Raises UserError.
-    """
-    if ":" in name:
-        if allowed_modules is not None:
-            check_import("train.objective", name, allowed_modules)
-        objective = import_object(name, "train.objective")
-        if not (isinstance(objective, type) and issubclass(objective, Objective)):
-            rule = "must be a subclass of trainer.Objective"
-            raise setting_error("train.objective", name, rule, fix="see docs/objectives.md for an example")
-        return objective
-    if name not in _registry:
-        all_objectives()
-    if name not in _registry:
-        raise choice_error("train.objective", name, sorted(_registry), "module:class, or one of")
-    return _registry[name]
+    context: ClassVar[bool] = True
+    trainer: ClassVar[str | None] = None

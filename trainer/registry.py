@@ -1,4 +1,7 @@
-"""The registry of model specs, and the import of modules that recipes, settings and other packages name."""
+"""Registries of models and objectives, and the import of modules that settings and other distributions name.
+
+A stored configuration is untrusted: of the modules that it names, only those that the user allows are imported.
+"""
 
 from __future__ import annotations
 
@@ -8,103 +11,127 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from trainer.errors import choice_error, nearest, setting_error
+from trainer.errors import UserError, choice_error, nearest, setting_error
 
 if TYPE_CHECKING:
     from trainer.model_spec import ModelSpec
 
-ENTRY_POINTS = "meshtrainer.models"
-"""The entry-point group in which other distributions list modules that register recipes."""
+Entry = TypeVar("Entry")
 
 
-_registry: dict[str, ModelSpec] = {}
-"""The registered recipes, by name."""
-_registered_by: dict[str, str] = {}
-"""The module that registered each recipe, by the name of the recipe."""
+class Registry(Generic[Entry]):
+    """Entries by name, which modules register: built-in ones, those of installed distributions, and the user's own.
+
+    kind: what the entries are, for messages.
+    key: the setting that names an entry.
+    package: the package whose modules register the built-in entries; modules whose names start with `_` are skipped.
+    entry_points: the entry-point group in which other distributions list modules that register more.
+    """
+
+    def __init__(self, kind: str, key: str, package: str, entry_points: str) -> None:
+        self.kind = kind
+        self.key = key
+        self.package = package
+        self.entry_points = entry_points
+        self._entries: dict[str, Entry] = {}
+        self._modules: dict[str, str] = {}
+        """The module that registered each entry, by the name of the entry."""
+
+    def add(self, name: str, entry: Entry, module: str) -> None:
+        """Register an entry, replacing any earlier one of that name.  `module` is the module that registers it."""
+        self._entries[name] = entry
+        self._modules[name] = module
+
+    def load(self) -> None:
+        """Import the modules that register entries: the built-in ones, then those of installed distributions."""
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__):
+            if not module.name.startswith("_"):
+                importlib.import_module(f"{self.package}.{module.name}")
+        for point in entry_points(group=self.entry_points):
+            point.load()
+
+    def all(self) -> dict[str, Entry]:
+        """Return all entries in the order of their names, after importing the modules that register them."""
+        self.load()
+        return {name: self._entries[name] for name in sorted(self._entries)}
+
+    def find(self, name: str, allowed_modules: Collection[str] | None = None) -> Entry:
+        """Return the entry of this name: a registered name, or "package.module:name", which imports the module first.
+
+        allowed_modules: the modules that may be imported, with their submodules, if the name is untrusted; None, for a
+            name that the user gave, allows any.  Modules that are already imported may always be used.
+
+        Raises UserError if there is no such entry, or if its module may not or cannot be imported.
+        """
+        module, colon, registered_name = name.rpartition(":")
+        if colon:
+            if allowed_modules is not None:
+                check_import(self.key, name, allowed_modules)
+            import_module(module, self.key, name)
+        if registered_name not in self._entries:
+            self.load()
+        if registered_name not in self._entries:
+            for allowed in allowed_modules or ():  # one of them may register it
+                import_module(allowed, "--allow-import", allowed)
+        if registered_name not in self._entries:
+            raise self._unknown_error(name, module)
+        return self._entries[registered_name]
+
+    def _unknown_error(self, name: str, module: str) -> UserError:
+        if not module:
+            return choice_error(self.key, name, sorted(self._entries), f"module:NAME, or a registered {self.kind}:")
+        names = [f"{module}:{entry}" for entry in sorted(self._modules) if _is_inside(self._modules[entry], [module])]
+        if not names:
+            return setting_error(
+                self.key, name, f"{module!r} registers no {self.kind}", fix="register it in that module"
+            )
+        return choice_error(self.key, name, names, f"a {self.kind} that {module!r} registers:")
+
+    def module_to_allow(self, name: str) -> str | None:
+        """Return the module that another process may only import with `--allow-import` to find this entry.
+
+        None for built-in entries and those of installed distributions, which every process finds.
+        """
+        module, colon, registered_name = name.rpartition(":")
+        if colon:
+            return module
+        module = self._modules[registered_name]
+        installed = ["trainer", *(point.module for point in entry_points(group=self.entry_points))]
+        return None if _is_inside(module, installed) else module
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Models
+
+MODELS: Registry[ModelSpec] = Registry("model", "model.name", "trainer.recipes", "meshtrainer.models")
 
 
 def register(spec: ModelSpec) -> ModelSpec:
-    """Register `recipe` under its name, replacing any earlier recipe of that name."""
-    _registry[spec.name] = spec
-    _registered_by[spec.name] = sys._getframe(1).f_globals.get("__name__", "")
+    """Register a model spec under its name, replacing any earlier one of that name; return it."""
+    MODELS.add(spec.name, spec, module=sys._getframe(1).f_globals.get("__name__", ""))
     return spec
 
 
-def module_to_allow(name: str) -> str | None:
-    """Return the module that another process must import to find this recipe.
-
-    None for built-in recipes and those of installed distributions, which every process finds.
-    """
-    module, colon, _ = name.partition(":")
-    if colon:
-        return module
-    module = _registered_by.get(name, "")
-    known_modules = ["trainer.recipes", *(entry.module for entry in entry_points(group=ENTRY_POINTS))]
-    return None if any(f"{module}.".startswith(f"{known}.") for known in known_modules) else module
-
-
 def find_model(name: str, allowed_modules: Collection[str] | None = None) -> ModelSpec:
-    """Return the recipe with this `model.name`: a registered name, or "package.module:name".
-
-    The second form first imports the module, so that models outside this package can be used from the command line.
-
-    allowed_modules: the modules that may be imported, with their submodules; None, for a name that the user gave,
-        allows any.  Modules that are already imported may always be used.
-
-    Raises UserError if there is no such recipe.
-    """
-    module_name, colon, registered_name = name.partition(":")
-    if colon:
-        if allowed_modules is not None:
-            check_import("model.name", name, allowed_modules)
-        return _find_in_module(name, module_name, registered_name)
-    if name not in _registry:
-        load_models()
-    for module in allowed_modules or () if name not in _registry else ():  # one of them may register it
-        _import_module(module, "--allow-import", module)
-    if name not in _registry:
-        if name.endswith(".py"):
-            module = name.rpartition("/")[2].removesuffix(".py")
-            fix = f"start from the folder of {module}.py, and give the module: model.name={module}:NAME"
-            raise setting_error("model.name", name, "must be a registered model, or module:NAME, not a file", fix=fix)
-        if "/" in name:
-            rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a model id"
-            fix = f"name it as model.name=auto model.path={name}"
-            raise setting_error("model.name", name, rule, fix=fix)
-        raise choice_error("model.name", name, sorted(_registry), "a registered model:")
-    return _registry[name]
+    """Return the model spec that `model.name` names; see `Registry.find`."""
+    if "/" in name:
+        rule = "must be a registered model, or module:NAME, not a model id or a path"
+        raise setting_error("model.name", name, rule, fix=f"name it as model.name=auto model.path={name}")
+    return MODELS.find(name, allowed_modules)
 
 
-def _find_in_module(name: str, module_name: str, registered_name: str) -> ModelSpec:
-    """Import a module, and return the recipe of this name, which another module may have registered."""
-    if module_name.endswith(".py"):
-        module = module_name.rpartition("/")[2].removesuffix(".py")
-        raise setting_error(
-            "model.name", name, "must name a module, not a file", proposal=f"{module}:{registered_name}"
-        )
-    earlier = set(_registry)
-    _import_module(module_name, "model.name", name)
-    if registered_name not in _registry:
-        defined_there = [
-            recipe_name for recipe_name, spec in _registry.items() if spec.config.__module__ == module_name
-        ]
-        names = sorted({*defined_there, *(set(_registry) - earlier)})
-        load_models()
-    if registered_name not in _registry:
-        if not names:
-            rule = f"{module_name!r} registers no model of that name"
-            raise setting_error("model.name", name, rule, fix="call trainer.register(ModelSpec(...)) in that module")
-        raise choice_error(
-            "model.name",
-            name,
-            [f"{module_name}:{recipe_name}" for recipe_name in names],
-            f"one that {module_name!r} registers:",
-        )
-    return _registry[registered_name]
+def all_models() -> list[ModelSpec]:
+    """Return all model specs: built-in ones, those of installed distributions, and any others registered so far."""
+    return list(MODELS.all().values())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Imports
 
 
 def check_import(key: str, name: str, allowed_modules: Collection[str]) -> None:
@@ -114,31 +141,13 @@ def check_import(key: str, name: str, allowed_modules: Collection[str]) -> None:
     may be imported.
     """
     module = name.partition(":")[0]
-    if module in sys.modules or module.startswith("trainer."):
+    if module in sys.modules or _is_inside(module, ["trainer", *allowed_modules]):
         return
-    if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in allowed_modules):
-        rule = (
-            f"a run or checkpoint names it, and importing {module!r} runs its code, which needs your permission\n"
-            f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
-        )
-        raise setting_error(key, name, rule)
-
-
-def all_models() -> list[ModelSpec]:
-    """Return all recipes: built-in ones, those of installed distributions, and any others registered so far."""
-    load_models()
-    return [_registry[name] for name in sorted(_registry)]
-
-
-def load_models() -> None:
-    """Import the modules that register recipes: the built-in ones, then those of installed distributions."""
-    package = importlib.import_module("trainer.recipes")
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name.startswith("_"):
-            continue  # code shared by recipes
-        importlib.import_module(f"trainer.recipes.{module.name}")
-    for entry in entry_points(group=ENTRY_POINTS):
-        entry.load()
+    rule = (
+        f"a run or checkpoint names it, and importing {module!r} runs its code, which needs your permission\n"
+        f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
+    )
+    raise setting_error(key, name, rule)
 
 
 def import_object(path: str, setting: str) -> Any:
@@ -146,7 +155,7 @@ def import_object(path: str, setting: str) -> Any:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise setting_error(setting, path, "must have the form package.module:name")
-    module = _import_module(module_name, setting, path)
+    module = import_module(module_name, setting, path)
     if not hasattr(module, attribute):
         suggestion = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
         rule = f"{module_name!r} has no {attribute!r}"
@@ -154,25 +163,11 @@ def import_object(path: str, setting: str) -> Any:
     return getattr(module, attribute)
 
 
-def entry_points(group: str) -> metadata.EntryPoints:
-    """Return the entry points of installed distributions in a group."""
-    return _all_entry_points().select(group=group)
-
-
-@functools.cache
-def _all_entry_points() -> metadata.EntryPoints:
-    # Reads a file of each installed distribution, which takes some 30 ms for a hundred.
-    return cast("metadata.EntryPoints", metadata.entry_points())
-
-
-def add_working_directory_to_sys_path() -> None:
-    """Make modules in the working directory importable.  `python -m` does this by itself; console scripts do not."""
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
-
-
-def _import_module(module_name: str, setting: str, value: str) -> Any:
+def import_module(module_name: str, setting: str, value: str) -> Any:
     """Import a module.  If that fails, raises UserError with the line of the user's code where it failed."""
+    if module_name.endswith(".py"):
+        rule = "must name a module, not a file"
+        raise setting_error(setting, value, rule, proposal=value.replace(".py", "").rpartition("/")[2])
     try:
         return importlib.import_module(module_name)
     except Exception as error:
@@ -185,3 +180,25 @@ def _import_module(module_name: str, setting: str, value: str) -> Any:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == first
         fix = f"start from the folder of {first}.py, or install it" if is_missing else "correct it there"
         raise setting_error(setting, value, rule, fix=fix) from error
+
+
+def _is_inside(module: str, packages: Iterable[str]) -> bool:
+    """Return whether a module is one of `packages` or a submodule of one."""
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def add_working_directory_to_sys_path() -> None:
+    """Make modules in the working directory importable.  `python -m` does this by itself; console scripts do not."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def entry_points(group: str) -> metadata.EntryPoints:
+    """Return the entry points of installed distributions in a group."""
+    return _all_entry_points().select(group=group)
+
+
+@functools.cache
+def _all_entry_points() -> metadata.EntryPoints:
+    # Reads a file of each installed distribution, which takes some 30 ms for a hundred.
+    return cast("metadata.EntryPoints", metadata.entry_points())

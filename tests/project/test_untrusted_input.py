@@ -18,7 +18,7 @@ CODE = """
 import dataclasses
 from trainer.registry import find_model, register
 
-register(dataclasses.replace(find_recipe("llama"), name="x"))
+register(dataclasses.replace(find_model("llama"), name="x"))
 
 def wrap(model):
     return ["layers.*"]

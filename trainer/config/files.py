@@ -22,7 +22,7 @@ from trainer.config.messages import unknown_key_error
 from trainer.config.model_folder import DeclaredModel
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.registry import check_import, load_models
+from trainer.registry import check_import
 
 _STARTING_POINT = "the output of python -m trainer.run recipe=llama_small --print-config"
 
@@ -121,7 +121,6 @@ def keys_of_sections(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, 
 
 def missing_model_error(values: Mapping[str, Any], path: str) -> UserError:
     """Return the error for a recipe file that names no model, or for an unknown key in the file if there is one."""
-    load_models()
     undetermined = ("model.", "objective.")  # the keys of these sections depend on the model and the objective
     legal = {key: item for key, item in declared_keys().items() if not key.startswith(undetermined)}
     for key, value in values.items():

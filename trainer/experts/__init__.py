@@ -37,9 +37,6 @@ from trainer.experts.dispatch import Estimate, ExpertGroup, apply_experts, choic
 from trainer.experts.grouped import GROUPED_MM, TORCH_GROUPED_MM, fake_tensors, grouped_bias, grouped_mm, grouped_outer
 from trainer.experts.parallel import find_experts, observe_experts, shard_experts, simulate_expert_group
 
-Choice = TopKExperts
-"""Deprecated alias of `TopKExperts`; remove it in the next release."""
-
 __all__ = [
     "ADAPTERS",
     "ADAPTER_NAME",
@@ -47,7 +44,6 @@ __all__ = [
     "GROUPED_MM",
     "TORCH_GROUPED_MM",
     "Balance",
-    "Choice",
     "Estimate",
     "ExpertAdapter",
     "ExpertBalance",
@@ -68,13 +64,8 @@ __all__ = [
     "grouped_bias",
     "grouped_mm",
     "grouped_outer",
-    "load_of",
     "matrices_of",
-    "mix",
     "observe_experts",
     "shard_experts",
     "simulate_expert_group",
 ]
-
-# Deprecated aliases; remove in the next release.
-mix, products, load_of = apply_experts, expert_matmuls, expert_load

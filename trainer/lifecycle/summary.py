@@ -34,7 +34,7 @@ from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
 from trainer.plan.plan import teacher_of
-from trainer.registry import module_to_allow
+from trainer.registry import MODELS
 from trainer.weights.adapters import BASE, REFERENCE, BaseWeights
 from trainer.weights.exporting import buffers_without_name
 
@@ -373,7 +373,7 @@ def next_commands(config: RunConfig) -> list[str]:
     """
     folder = shlex.quote(config.run.dir)
     report = f"python -m trainer.report {folder}"
-    module = module_to_allow(config.model.name)
+    module = MODELS.module_to_allow(config.model.name)
     if module == "__main__" or config.schedule.name == "range":
         return [report]
     allow = f" --allow-import {shlex.quote(module)}" if module else ""

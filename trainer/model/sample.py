@@ -288,7 +288,7 @@ def supports_kv_cache(model: nn.Module) -> bool:
     Transformers models have their own caches.  A compiled model uses none: it would be recompiled for every length.
     """
     arguments = inspect.signature(model.forward).parameters
-    takes_documents = "documents" in arguments and not {"cu_seqlens", "borders"}.isdisjoint(arguments)  # new, old name
+    takes_documents = "documents" in arguments and "cu_seqlens" in arguments
     if not takes_documents or is_transformers_model(model):
         return False
     return not any(module._compiled_call_impl is not None for module in model.modules())

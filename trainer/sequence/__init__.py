@@ -41,23 +41,13 @@ __all__ = [
     "current_slices",
     "disable_slices",
     "enable_slices",
-    "find_borders",
-    "forget_slices",
     "full_sequences",
     "gated_delta_rule",
     "last_logits_only",
     "needed_for_logits",
     "positions",
-    "slice_sequences",
-    "sliced",
     "use_slices",
-    "whole",
 ]
-
-# Deprecated aliases; remove in the next release.
-sliced, whole, find_borders = use_slices, full_sequences, compute_cu_seqlens
-slice_sequences = enable_slices
-forget_slices = disable_slices
 
 
 def attend(
