@@ -58,6 +58,8 @@ def test_example_of_the_docs_trains(hinge: Path) -> None:
     ran = run(hinge / "run", *settings, *quick, *own, cwd=hinge)
     assert ran.train("loss")[0] == pytest.approx(1.0), "the margin is zero at first"
     assert ran.train("loss")[-1] < 0.5
+    following = ran.out.partition("  next: ")[2].splitlines()
+    assert [command for command in following if "trainer.export" in command and "--allow-import hinge" in command]
     assert 0 <= ran.of_kind("eval")[-1]["accuracy"] <= 1
 
 

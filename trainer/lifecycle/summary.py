@@ -30,6 +30,7 @@ from trainer.metrics.writers import Metrics
 from trainer.model.lora import expert_matrices, parse_adapter
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import Sampling, generate_batch
+from trainer.objective import OBJECTIVES
 from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
@@ -368,15 +369,17 @@ def closing_summary(
 def next_commands(config: RunConfig) -> list[str]:
     """Return commands that use a finished run, ready to paste into the same shell: its report, text and an export.
 
-    For a custom model they include `--allow-import`.  There is only the report if the model is defined in the script
-    that was started, which would train again when imported, and after a range test, which leaves diverged weights.
+    For a custom model or objective they include `--allow-import`.  There is only the report if either is defined in the
+    script that was started, which would train again when imported, and after a range test, which leaves diverged
+    weights.
     """
     folder = shlex.quote(config.run.dir)
     report = f"python -m trainer.report {folder}"
-    module = MODELS.module_to_allow(config.model.name)
-    if module == "__main__" or config.schedule.name == "range":
+    custom = (MODELS.module_to_allow(config.model.name), OBJECTIVES.module_to_allow(config.train.objective))
+    modules = sorted({module for module in custom if module is not None})
+    if "__main__" in modules or config.schedule.name == "range":
         return [report]
-    allow = f" --allow-import {shlex.quote(module)}" if module else ""
+    allow = "".join(f" --allow-import {shlex.quote(module)}" for module in modules)
     option = "--prompt" if _chat_prompt(config) is None else "--chat"
     has_text = config.data.source != "synthetic"
     exports_folder = config.spec.hf is not None or config.lora.rank > 0
