@@ -29,7 +29,7 @@ from trainer.config.changes import stored_value
 from trainer.config.command_line import parse, split_allow_import
 from trainer.config.files import check_imports, read_stored
 from trainer.config.load import load_config
-from trainer.config.model_folder import check_single_gguf, check_weights, find_native
+from trainer.config.model_folder import check_weights, find_native
 from trainer.config.rules import check_config, check_requirements, likely_device
 from trainer.config.schema import RunConfig
 from trainer.config.weights import local_model_path, locate
@@ -110,7 +110,6 @@ def find_subject(
 
     path = local_model_path(path)
     source, location = None, locate(path)
-    check_single_gguf(path, "path")
     override_keys = {override.partition("=")[0] for override in overrides}
     if location.kind == "huggingface":
         folder = location.path

@@ -29,13 +29,7 @@ from torch import nn
 
 from trainer.checkpoint.weights import open_checkpoint
 from trainer.config.load import load_stored
-from trainer.config.model_folder import (
-    CONFIG_JSON,
-    check_single_gguf,
-    check_weights,
-    has_config_only,
-    model_config_of,
-)
+from trainer.config.model_folder import CONFIG_JSON, check_weights, find_native, generic_model_of, has_config_only
 from trainer.config.weights import Location, check_tokenizer_of_folder, local_model_path, locate
 from trainer.data.progress import ProgressLine
 from trainer.data.prompts import ChatPrompts, chat_prompt_tokens, chat_stop_ids, prompt_tokens, read_prompts
@@ -63,7 +57,7 @@ from trainer.model.sample import (
     max_seq_len,
 )
 from trainer.plan.generation import GenerationWorkload, memory_of_generation
-from trainer.registry import add_working_directory_to_sys_path, all_models
+from trainer.registry import add_working_directory_to_sys_path
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
@@ -148,7 +142,6 @@ def open_generator(
 
     Raises UserError if there is no such model or it cannot generate text, TrainingFailed if a checkpoint is damaged.
     """
-    check_single_gguf(path, "path")
     location = locate(local_model_path(path))
     if location.kind == "huggingface":
         folder = Path(location.path)
@@ -182,28 +175,8 @@ def _model_of_folder(
     location: Location, device: torch.device
 ) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
     """Return functions that build the model in a Hugging Face folder on the meta device, and that load it."""
-    try:
-        recipe, model_config = model_config_of(location.path, all_models())
-    except UserError as unsupported:
-        try:
-            import transformers
-        except ImportError:
-            raise UserError(f"{unsupported}\n  transformers may support it: pip install transformers") from unsupported
-        options = {"pretrained_model_name_or_path": location.path, "local_files_only": True}
-        config = transformers.AutoConfig.from_pretrained(**options)
-        dtype = config.dtype or torch.float32
-
-        def build() -> nn.Module:
-            with torch.device("meta"):
-                model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-            return model
-
-        def load() -> nn.Module:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=dtype)
-            return model.to(device).eval()
-
-        return build, load
-    return lambda: build_meta_model(recipe, model_config), lambda: model_of_folder(location, device)
+    spec, model_config = find_native(location.path) or generic_model_of(location.path)
+    return lambda: build_meta_model(spec, model_config), lambda: model_of_folder(location, device)
 
 
 def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:

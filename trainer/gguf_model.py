@@ -60,17 +60,16 @@ _SPLITS = ("default", "gpt-2", *_DIGIT_SPLITS, *_LLAMA3_SPLITS, *_QWEN2_SPLITS)
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path is a .gguf file, or a folder with exactly one such file and no safetensors files."""
-    return "://" not in path and _find_file(Path(path).expanduser()) is not None
+    """Return whether a path is a .gguf file, or a folder with such files and no safetensors files."""
+    return "://" not in path and bool(_find_files(Path(path).expanduser()))
 
 
-def _find_file(path: Path) -> Path | None:
+def _find_files(path: Path) -> list[Path]:
     if path.suffix.lower() == _SUFFIX and path.is_file():
-        return path
+        return [path]
     if not path.is_dir() or any(path.glob("*.safetensors*")):
-        return None
-    files = [file for file in path.iterdir() if file.suffix.lower() == _SUFFIX]
-    return files[0] if len(files) == 1 else None
+        return []
+    return sorted(file for file in path.iterdir() if file.suffix.lower() == _SUFFIX)
 
 
 def original_file(path: str) -> str | None:
@@ -93,20 +92,24 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = True) -> Path:
-    """Convert a .gguf file, or the only one in a folder, to a Hugging Face folder in the cache; return that folder.
+    """Convert a .gguf file to a Hugging Face folder in the cache; return that folder.
 
-    `is_gguf(path)` must be true.  A file that was converted before is not converted again, unless it has changed.  If
-    several processes convert the same file, one does the work and the others wait.  If `setting` is `data.tokenizer`,
-    returns the path of the folder's tokenizer.json instead.
+    A file that was converted before is not converted again, unless it has changed.  If several processes convert the
+    same file, one does the work and the others wait.  If `setting` is `data.tokenizer`, returns the path of the
+    folder's tokenizer.json instead.
 
+    path: the file, or a folder with only one; `is_gguf(path)` must be true.
     with_weights: whether to convert the weights too; the other files are small.
 
-    Raises UserError, naming `setting`, if the file is damaged, if its model or tokenizer is not supported, if a library
-    is missing, if there is not enough space, or if no cache folder is writable.
+    Raises UserError, naming `setting`, if a folder has several such files, if the file is damaged, if its model or
+    tokenizer is not supported, if a library is missing, if there is not enough space, or if no cache folder is
+    writable.
     """
-    file = _find_file(Path(path).expanduser())
-    assert file is not None, path
-    file = Path(os.path.abspath(file))
+    files = _find_files(Path(path).expanduser())
+    if len(files) > 1:
+        rule = f"has {len(files)} GGUF files: {', '.join(file.name for file in files)}; name one of them"
+        raise setting_error(setting, path, rule, str(files[0]))
+    file = Path(os.path.abspath(files[0]))
     stat = file.stat()
     (sample,) = sample_contents([str(file)], setting)
     identity = json.dumps([_VERSION, str(file.resolve()), stat.st_size, stat.st_mtime_ns, sample])

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from trainer.config.declare import declare
 from trainer.config.model_folder import (
     CONFIG_JSON,
-    check_headers,
     check_readable,
     has_config_only,
     read_config,
@@ -94,8 +93,8 @@ def resolve(config: HfConfig) -> HfConfig:
     `fresh` is also set if the folder has no weights.  A configuration written by a run already contains the entries of
     config.json, and is returned unchanged if the folder no longer has this file.
 
-    Otherwise, raises UserError if no folder is given, if config.json is missing or invalid or differs from the entries
-    in the configuration, or if the weights have an unsupported format or an invalid header.
+    Otherwise, raises UserError if no folder is given, or if config.json is missing or invalid or differs from the
+    entries in the configuration.
     """
     folder = Path(config.path).expanduser().absolute()
     if not config.path or not (folder / CONFIG_JSON).is_file():
@@ -115,8 +114,6 @@ def resolve(config: HfConfig) -> HfConfig:
         rule = f"{folder / CONFIG_JSON} differs from model.config: {', '.join(changed_keys)}"
         raise setting_error("model.path", config.path, rule, fix="set model.config={} to use the entries of the folder")
     fresh = config.fresh or has_config_only(folder)
-    if not fresh:
-        check_headers(folder, "model.path")
     return replace(config, path=str(folder), fresh=fresh, config=content)
 
 

@@ -196,6 +196,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "config: hidden_size 1e9": config_with(hidden_size=10**9),
     "config: vocab_size 1e12": config_with(vocab_size=10**12),
     "config: num_hidden_layers 1e7": config_with(num_hidden_layers=10**7),
+    "config: 1000 layers of 1e5 experts": config_with(num_hidden_layers=1000, num_local_experts=10**5),
     "config: positions 1e15": config_with(max_position_embeddings=10**15),
     "config: NaN": config_with(rms_norm_eps=float("nan")),
     "config: Infinity": config_with(rope_theta=float("inf")),

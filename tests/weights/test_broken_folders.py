@@ -20,8 +20,9 @@ pytest.importorskip("tokenizers")
 
 AT_ONCE = [
     *("config: text for a number", "config: negative", "config: heads that do not divide", "config: hidden_size 1e9"),
-    *("config: num_hidden_layers 1e7", "config: Infinity", "config: nested 100,000 deep", "config: a list"),
-    *("config: empty", "config: not UTF-8", "config: 100 MB", "link: config.json", "link: tokenizer_config.json"),
+    *("config: num_hidden_layers 1e7", "config: 1000 layers of 1e5 experts", "config: Infinity"),
+    *("config: nested 100,000 deep", "config: a list", "config: empty", "config: not UTF-8", "config: 100 MB"),
+    *("link: config.json", "link: tokenizer_config.json", "index: a file outside", "index: a list"),
     *("weights: empty", "weights: truncated", "weights: header too long", "weights: offsets overlap"),
     *("weights: a shape of 2**62", "weights: integers"),
 ]

@@ -227,6 +227,17 @@ def test_files_next_to_it_do_not_matter_and_their_code_does_not_run(
     assert not (file.parent / "has_run").exists()
 
 
+def test_a_folder_with_several_files_is_refused_with_the_name_of_one(file: Path) -> None:
+    write_gguf(file, "llama")
+    other = file.with_name("z.gguf")
+    other.write_bytes(file.read_bytes())
+    for key in ("model.path", "train.init_from"):
+        with pytest.raises(UserError, match=rf"^{key}={file.parent}: (.|\n)*try {key}={file}"):
+            load_config("llama_small", [f"{key}={file.parent}"])
+    with pytest.raises(UserError, match=rf"^path={file.parent}: (.|\n)*try path={file}"):
+        load_weights(file.parent)
+
+
 def test_a_missing_library_is_one_message(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(file, "llama")
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -25,7 +25,6 @@ from typing import Any
 
 from trainer.config.files import CONFIG, run_from_best_path
 from trainer.config.keys import declared_keys
-from trainer.config.model_folder import check_single_gguf
 from trainer.config.parallel import (
     MeshShape,
     check_batch,
@@ -229,8 +228,6 @@ def _head_size(model: Any) -> float:
 
 def _check_init_from(config: RunConfig) -> None:
     start = config.train.init_from
-    if start is not None:
-        check_single_gguf(start, "train.init_from")
     if start is not None and "://" not in start and not Path(run_from_best_path(start) or start).exists():
         rule = "must be a checkpoint, a run folder, a folder of safetensors, a file (.pt, .safetensors, .gguf), "
         rule += "or a model on the Hugging Face Hub (org/name)"

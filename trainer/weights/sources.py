@@ -22,14 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.model_folder import (
-    CONFIG_JSON,
-    INDEX,
-    MAX_INDEX_BYTES,
-    WEIGHTS,
-    check_single_gguf,
-    missing_weights_rule,
-)
+from trainer.config.model_folder import CONFIG_JSON, INDEX, weight_files
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.head import is_score_name, replaced_output_name
@@ -310,7 +303,7 @@ class SafetensorsFolder(StoredTensors):
         readers: dict[str, tuple[Path, Any]] = {}
         left_out: Counter[str] = Counter()
         unlisted: list[str] = []
-        files = _find_files(path, setting)
+        files = weight_files(path, setting)
         for file, expected in files.items():
             handle = self._open(file)
             present = list(handle.keys())
@@ -410,35 +403,6 @@ class SafetensorsFolder(StoredTensors):
 
     def _unreadable(self, file: Path, rule: str) -> UserError:
         return setting_error(self._setting, self.description, f"{file.name}: {rule}")
-
-
-def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[str]]:
-    """Return the folder's safetensors files, each with the names of its tensors according to the index, if any."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        rule = "is a file; give the folder that contains it" if folder.exists() else "there is no such folder"
-        raise setting_error(setting, path, rule)
-    if (folder / WEIGHTS).is_file():
-        return {folder / WEIGHTS: set()}
-    if not (folder / INDEX).is_file():
-        check_single_gguf(folder, setting)
-        raise setting_error(setting, path, missing_weights_rule(folder))
-    try:
-        weight_map = read_json(folder / INDEX, MAX_INDEX_BYTES)["weight_map"]
-        for name in weight_map.values():
-            if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
-                rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside its folder"
-                raise setting_error(setting, path, rule, fix="correct the index, or download the model again")
-        files = {
-            folder / name: {key for key, file in weight_map.items() if file == name}
-            for name in sorted(set(weight_map.values()))
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise setting_error(setting, path, f"{INDEX}: is not an index of safetensors files ({error!r})") from error
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise setting_error(setting, path, f"{INDEX} names {', '.join(absent)}, which is missing; download it again")
-    return files
 
 
 # ---------------------------------------------------------------------------------------------------------------
