@@ -200,7 +200,7 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
     """
     import torch
 
-    from trainer.config.rules import compiles_blocks
+    from trainer.config.requirements import compiles_blocks
     from trainer.loss import find_loss
     from trainer.model.materialize import materialize
     from trainer.model.network import apply_weights_dtype

@@ -30,7 +30,8 @@ from trainer.config.command_line import parse, split_allow_import
 from trainer.config.files import check_imports, read_stored
 from trainer.config.load import load_config
 from trainer.config.model_folder import check_weights, find_native
-from trainer.config.rules import check_config, check_requirements, likely_device
+from trainer.config.requirements import check_requirements, likely_device
+from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig
 from trainer.config.weights import local_model_path, locate
 from trainer.distributed.environment import Environment, die_with_parent, find_environment, limit_spinning

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from trainer.config.rules import can_compile
+from trainer.config.requirements import can_compile
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:

@@ -34,7 +34,8 @@ from trainer.config.command_line import (
 )
 from trainer.config.load import load, load_config
 from trainer.config.parallel import smallest_mesh
-from trainer.config.rules import check_config, check_requirements, likely_device
+from trainer.config.requirements import check_requirements, likely_device
+from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig
 from trainer.distributed.environment import (
     Environment,

@@ -21,7 +21,7 @@ from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.saves import Checkpoints
 from trainer.checkpoint.storage import open_storage
 from trainer.config.changes import has_changed
-from trainer.config.rules import compiles_blocks
+from trainer.config.requirements import compiles_blocks
 from trainer.config.schema import RunConfig
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source, resolve_from_data

@@ -14,7 +14,8 @@ from tests.helpers.data import Numbered, write_bpe, write_shards
 from tests.helpers.launch import merged
 from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
-from trainer.config.rules import MIXTURE_BLOCK, Phase, check_config, find_phases
+from trainer.config.phases import MIXTURE_BLOCK, Phase, find_phases
+from trainer.config.rules import check_config
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource, Mixture, make_order, samples_per_block
 from trainer.data.opening import open_source

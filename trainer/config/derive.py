@@ -14,7 +14,7 @@ from trainer import hub
 from trainer.config.files import read_run_config, section_of
 from trainer.config.keys import COMMAND_LINE, flat_values
 from trainer.config.model_folder import stored_dtype
-from trainer.config.rules import likely_device
+from trainer.config.requirements import likely_device
 from trainer.config.schema import AUTO, MODEL, RunConfig
 from trainer.config.weights import (
     allows_other_tokenizer,

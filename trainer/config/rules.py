@@ -6,20 +6,13 @@ Also derives values from settings, such as the data phases, the deadline, and wh
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import math
 import operator
 import os
 import re
-import shlex
-import shutil
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +29,8 @@ from trainer.config.parallel import (
     with_context,
     with_expert,
 )
-from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
+from trainer.config.schema import AUTO, MODEL, LoraSection, RunConfig
 from trainer.errors import UserError, choice_error, nearest, setting_error, yaml_scalar
-from trainer.registry import entry_points
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
@@ -438,104 +430,9 @@ def check_chats(config: RunConfig) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Mixtures of data sources
-#
-# A phase starts with a step, even if its start is given in tokens, and lasts until the next phase starts.
-
-MIXTURE_BLOCK = 1024
-"""Number of samples in a block.  Within a phase, every complete block has the same number of samples from a given
-source: at least one, unless the source's weight is 0."""
+# Data sources
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
-_PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_TOKENS_PATTERN = re.compile(r"tokens:(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)")
-_PHASE_START_RULE = "must be a step, tokens:<n>, or a percentage of the run such as 80%"
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A phase of training: the sampling weights of the sources from sample `start` on.
-
-    weights: the weights by the sources' names; None for weights proportional to the sources' sizes.
-    """
-
-    start: int
-    weights: Mapping[str, float] | None
-
-
-def find_phases(config: RunConfig) -> list[Phase]:
-    """Return the phases of a run with several sources, in order; the first starts at sample 0.
-
-    Raises a UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
-    `train.epochs` has been resolved to a number of steps.
-    """
-    path, weights = config.data.path, config.data.weights
-    names = sorted(path) if isinstance(path, Mapping) else []
-    has_num_steps = config.train.epochs is None
-    if weights is not None:
-        _check_weights("data.weights", weights, names)
-    phases = [Phase(0, weights)]
-    for number, entry in enumerate(config.data.phases):
-        key = f"data.phases[{number}]"
-        if {"from", "weights"} != {*entry}:
-            example = {"from": "80%", "weights": dict.fromkeys(names, 1)}
-            raise setting_error(key, entry, "must contain only `from` and `weights`", proposal=example)
-        _check_weights(f"{key}.weights", entry["weights"], names)
-        phase = Phase(_first_sample(f"{key}.from", entry["from"], config), entry["weights"])
-        is_after_previous = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
-        if has_num_steps and not is_after_previous:
-            previous_start = phases[-1].start // config.train.global_batch_size + 1
-            rule = f"must start after the previous phase, which starts at step {previous_start}"
-            raise setting_error(f"{key}.from", entry["from"], rule, previous_start + 1)
-        phases = [*phases[: len(phases) if phase.start else 0], phase]
-    return phases
-
-
-def _first_sample(key: str, when: object, config: RunConfig) -> int:
-    """Return the number of samples before the first step of a phase."""
-    batch = config.train.global_batch_size
-    if isinstance(when, int) and not isinstance(when, bool):
-        if when < 1:
-            raise setting_error(key, when, "the first step is 1", 1)
-        return (when - 1) * batch
-    if isinstance(when, str) and (percentage := _PERCENT_PATTERN.fullmatch(when.strip())):
-        part = Fraction(percentage[1]) / 100
-        if part > 1:
-            raise setting_error(key, when, "is beyond the end of the run", "100%")
-        return math.ceil(part * config.train.steps) * batch
-    if isinstance(when, str) and (tokens := _TOKENS_PATTERN.fullmatch(when.strip())):
-        return math.ceil(Fraction(tokens[1].replace("_", "")) / (batch * config.data.seq_len)) * batch
-    raise setting_error(key, when, _PHASE_START_RULE, proposal="80%")
-
-
-def _check_weights(key: str, weights: Any, names: list[str]) -> None:
-    if not isinstance(weights, Mapping) or not weights:
-        raise setting_error(key, weights, "must map sources to weights", proposal=dict.fromkeys(names, 1))
-    for name, weight in weights.items():
-        if name not in names:
-            rule = f"data.path has no source {name}; it has {', '.join(names)}"
-            suggestion = nearest(name, names)
-            meant = (
-                {suggestion if other == name else other: value for other, value in weights.items()}
-                if suggestion
-                else None
-            )
-            raise setting_error(key, weights, rule, meant or dict.fromkeys(names, 1))
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
-            raise setting_error(f"{key}.{name}", weight, "must be a number of at least 0", 0)
-    total = sum(weights.values())
-    if not total:
-        raise setting_error(key, weights, "at least one weight must be above 0", proposal=dict.fromkeys(names, 1))
-    too_small = [name for name, weight in weights.items() if 0 < weight * MIXTURE_BLOCK < total]
-    if too_small:
-        min_weight = sum(weight for name, weight in weights.items() if name not in too_small) / (
-            MIXTURE_BLOCK - len(too_small)
-        )
-        legal = {
-            name: float(f"{min_weight * 1.001:.3g}") if name in too_small else weight
-            for name, weight in weights.items()
-        }
-        raise setting_error(key, weights, f"the share of {too_small[0]} is below one sample in {MIXTURE_BLOCK}", legal)
 
 
 def check_sources(config: RunConfig) -> None:
@@ -562,121 +459,3 @@ def check_sources(config: RunConfig) -> None:
         rule = "data.path has several sources: give a path for each by name"
         raise setting_error("data.eval_path", data.eval_path, rule, proposal={next(iter(data.path)): data.eval_path})
     find_phases(config)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Optional libraries and compilers
-#
-# Checked before anything is built, so that a missing requirement is reported in one clear message, without torch.
-
-
-def check_requirements(config: RunConfig, device_type: str) -> None:
-    """Raise UserError for a missing library or compiler.  device_type: `cpu` or `cuda`."""
-    _check_trackers(config.log)
-    check_float8_installed(config.train.float8)
-    if config.train.compile is True:
-        _check_compilers("train.compile", True, device_type, "train.compile=false")
-    for key, dtype in (
-        ("train.weights_dtype", config.train.weights_dtype),
-        ("optim.state_dtype", config.optim.state_dtype),
-    ):
-        # With bfloat16 weights or moments, the optimizer step is a compiled kernel.
-        if dtype != "float32" and device_type == "cuda" and not config.fsdp.cpu_offload:
-            _check_compilers(key, dtype, device_type, f"{key}=float32")
-
-
-TRACKER_ENTRY_POINTS = "meshtrainer.trackers"
-"""Entry-point group in which other packages register their trackers."""
-_TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
-"""The built-in trackers: the library that each needs, and its product name.
-
-`TRACKERS` in `metrics/trackers.py` lists the same names with their classes; this package may not import it.  A test
-compares the two lists."""
-
-
-def _check_trackers(log: LogSection) -> None:
-    """Raise UserError if a configured tracker does not exist, or if a library that `log` needs is not installed."""
-    trackers = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=TRACKER_ENTRY_POINTS)))))
-    for name in log.trackers:
-        if name not in trackers:
-            rule = f"no tracker is called {name!r}; there are {', '.join(trackers)}"
-            best = nearest(name, trackers)
-            raise setting_error("log.trackers", log.trackers, rule, proposal=None if best is None else [best])
-    for name in log.trackers:
-        if name in _TRACKERS and not _is_installed(name):
-            extra = name if name == "wandb" else f"'meshtrainer[{name}]'"
-            rule, fix = f"{_TRACKERS[name]} is not installed", f"pip install {extra}, or leave it out"
-            raise setting_error("log.trackers", log.trackers, rule, fix=fix)
-    if log.tensorboard and not _is_installed("tensorboard"):
-        rule = "TensorBoard is not installed"
-        raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
-    if log.prometheus is not None and not _is_installed("prometheus_client"):
-        rule = "the prometheus_client library is not installed"
-        fix = "pip install 'meshtrainer[prometheus]', or null"
-        raise setting_error("log.prometheus", log.prometheus, rule, fix=fix)
-
-
-def check_float8_installed(scaling: str) -> None:
-    """Raise UserError if `train.float8=scaling` needs torchao and it is not installed."""
-    if scaling != "none" and not _is_installed("torchao"):
-        rule = "float8 needs the torchao library: pip install 'meshtrainer[float8]'"
-        raise setting_error("train.float8", scaling, rule, "none")
-
-
-def likely_device(device: str) -> str:
-    """Return the type that `run.device=device` resolves to on this machine, as far as it can be known without torch."""
-    if device != "auto":
-        return device
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-    return "cuda" if has_gpu and visible not in ("", "-1") else "cpu"
-
-
-@functools.cache
-def can_compile(device_type: str) -> bool:
-    """Return whether torch.compile has the compilers it needs: Triton and a C compiler on a GPU, C++ on a CPU."""
-    return not any(_missing_compiler(device_type))
-
-
-def compiles_blocks(value: bool | str, device_type: str) -> bool:
-    """Return whether `train.compile=value` compiles the blocks on a device of type `cpu` or `cuda`."""
-    return value is True or (value == AUTO and device_type == "cuda" and can_compile("cuda"))
-
-
-def compiles_when_planned(value: bool | str, device_type: str) -> bool:
-    """Return whether a plan assumes that `train.compile=value` compiles the blocks.
-
-    A GPU on another machine is assumed to have a compiler.
-    """
-    is_elsewhere = device_type == "cuda" and likely_device(AUTO) != "cuda"
-    return compiles_blocks(value, device_type) or (value == AUTO and is_elsewhere)
-
-
-def _check_compilers(key: str, value: object, device_type: str, alternative: str) -> None:
-    """Raise UserError if a compiler that torch.compile needs is missing."""
-    rule, fix = _missing_compiler(device_type)
-    if rule:
-        raise setting_error(key, value, rule, fix=f"{fix}, or {alternative}")
-
-
-def _missing_compiler(device_type: str) -> tuple[str, str]:
-    """Return the `rule` and `fix` of the error for a missing compiler; empty strings if none is missing."""
-    if device_type == "cuda" and not _is_installed("triton"):
-        return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
-    language, variable, usual_names = (
-        ("C", "CC", ("gcc", "clang"))
-        if device_type == "cuda"
-        else ("C++", "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",))
-    )
-    names = shlex.split(os.environ.get(variable, ""))[:1] or usual_names
-    if any(shutil.which(name) for name in names):
-        return "", ""
-    rule = f"needs a {language} compiler, but {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"
-    return rule, f"install one (apt install g++), set {variable} to its path"
-
-
-def _is_installed(library: str) -> bool:
-    try:
-        return importlib.util.find_spec(library) is not None
-    except ValueError:  # a module without a __spec__ was imported
-        return library in sys.modules

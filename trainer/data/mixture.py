@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.rules import MIXTURE_BLOCK, Phase, find_phases
+from trainer.config.phases import MIXTURE_BLOCK, Phase, find_phases
 from trainer.data.source import Fingerprint, Samples, Source, as_mapping
 from trainer.errors import setting_error
 

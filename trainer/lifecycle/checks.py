@@ -34,7 +34,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.config.parallel import MeshShape, advice_on_shards
-from trainer.config.rules import check_config, check_requirements
+from trainer.config.requirements import check_requirements
+from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel

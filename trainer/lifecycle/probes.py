@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from trainer.config.parallel import Slices
-from trainer.config.rules import compiles_blocks
+from trainer.config.requirements import compiles_blocks
 from trainer.config.schema import RunConfig
 from trainer.data.loader import Batch, TrainLoader
 from trainer.data.source import as_mapping

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainer.config.rules import TRACKER_ENTRY_POINTS
+from trainer.config.requirements import BUILT_IN_TRACKERS, TRACKER_ENTRY_POINTS
 from trainer.config.schema import LogSection, RunConfig
 from trainer.errors import masked_argument, reason_of
 from trainer.metrics.record import Record, RecordWriter, numeric_fields, read_records
-from trainer.registry import entry_points
+from trainer.registry import entry_points, import_object
 
 
 @dataclass(frozen=True)
@@ -319,18 +319,6 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-TRACKERS: dict[str, tuple[str, Callable[[], Tracker]]] = {
-    "wandb": ("Weights & Biases", WandB),
-    "tensorboard": ("TensorBoard", TensorBoard),
-    "trackio": ("Trackio", Trackio),
-    "mlflow": ("MLflow", MLflow),
-}
-"""The built-in trackers by their name in `log.trackers`, each with its display name and its class.
-
-`_TRACKERS` in `config/rules.py` lists the same names: settings are checked there, in a lower layer that must not
-import these classes.  A test compares the two."""
-
-
 def tracker_names(log: LogSection) -> tuple[str, ...]:
     """Return the names in `log.trackers`, plus those that `log.wandb` and `log.tensorboard` turn on, each once."""
     from_switches = [*(["wandb"] if log.wandb != "off" else []), *(["tensorboard"] if log.tensorboard else [])]
@@ -339,7 +327,8 @@ def tracker_names(log: LogSection) -> tuple[str, ...]:
 
 def find_tracker(name: str) -> tuple[str, Callable[[], Tracker]]:
     """Return a tracker's display name and a function that creates it, from this package or from an entry point."""
-    if name in TRACKERS:
-        return TRACKERS[name]
+    if name in BUILT_IN_TRACKERS:
+        product, path = BUILT_IN_TRACKERS[name]
+        return product, import_object(path, "log.trackers")
     point = next(point for point in entry_points(group=TRACKER_ENTRY_POINTS) if point.name == name)
     return name, lambda: point.load()()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.rules import check_float8_installed
+from trainer.config.requirements import check_float8_installed
 from trainer.errors import setting_error
 
 _ALIGNMENT = 16

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config.parallel import find_slices, nearest_divisor
-from trainer.config.rules import budget_of, compiles_blocks, offloaded_fraction
+from trainer.config.requirements import compiles_blocks
+from trainer.config.rules import budget_of, offloaded_fraction
 from trainer.config.schema import AUTO, FsdpSection, Resharding, RunConfig
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
 from trainer.errors import UserError, reason_of, setting_error

@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from trainer.config.parallel import find_slices
-from trainer.config.rules import compiles_when_planned
+from trainer.config.requirements import compiles_when_planned
 from trainer.config.schema import RunConfig
 from trainer.data.opening import open_source
 from trainer.errors import UserError, reason_of, setting_error
