@@ -1,6 +1,6 @@
-"""Checks settings against each other and the number of ranks, and checks for the required libraries and compilers.
+"""Checks settings against each other and against the number of ranks.
 
-Also derives values from settings, such as the data phases, the deadline, and whether blocks are compiled.
+Rules for a single key are declared beside it in the schema.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from trainer.config.parallel import (
     with_context,
     with_expert,
 )
+from trainer.config.phases import find_phases
 from trainer.config.schema import AUTO, MODEL, LoraSection, RunConfig
 from trainer.errors import UserError, choice_error, nearest, setting_error, yaml_scalar
 
