@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from trainer import gguf_model, hub
 from trainer.config.files import CONFIG, read_run_config, run_from_best_path, section_of
-from trainer.config.model_folder import CONFIG_JSON, check_weights
+from trainer.config.model_folder import CONFIG_JSON, check_weights, local_folder
 from trainer.config.schema import RunConfig
 from trainer.errors import UserError, setting_error
 
@@ -95,16 +94,21 @@ def check_initial_weights(config: RunConfig, explicit_values: Mapping[str, Any])
         if locate(source).kind == "huggingface":
             check_weights(source, "model.path" if explicit_values.get("model.path") else "train.init_from")
         return
-    if not hasattr(config.model, "fresh") or not config.model_path:
-        if config.lora.packs:
-            raise cannot_quantize_random_weights_error(config)
-        return  # such a model starts from random weights
-    if config.lora.packs and config.model.fresh:
+    folder = config.model_path if hasattr(config.model, "fresh") else None
+    if config.lora.packs and (folder is None or config.model.fresh):
         raise cannot_quantize_random_weights_error(config)
-    fresh, objective = explicit_values.get("model.fresh"), config.train.objective
-    settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
-    if not (parse_bool(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
-        check_weights(config.model_path, "model.path")
+    if folder is None:
+        return
+    fresh = explicit_values.get("model.fresh")
+    # A folder without weights is a model to train from scratch, but not one to fine-tune, unless this is asked for.
+    settings = {
+        "data.source": config.data.source,
+        "train.objective": config.train.objective,
+        "lora.rank": config.lora.rank,
+    }
+    is_new_model = fresh is None and config.model.fresh and not is_fine_tuning(settings)
+    if not parse_bool(fresh) and not is_new_model:
+        check_weights(folder, "model.path")
 
 
 def cannot_quantize_random_weights_error(config: RunConfig) -> UserError:
@@ -119,11 +123,10 @@ def is_fine_tuning(values: Mapping[str, Any]) -> bool:
 
     Such a run starts from pretrained weights unless random weights are requested explicitly.
     """
-    rank = values.get("lora.rank")
     return (
         values.get("data.source") == "chat"
         or values.get("train.objective") not in (None, "tokens")
-        or rank not in (None, 0, "0")
+        or values.get("lora.rank") not in (None, 0, "0")
     )
 
 
@@ -167,12 +170,18 @@ def find_weights_tokenizer(config: RunConfig) -> str | None:
     The file is in the weights' folder; for the weights of a run, it is the file that the run used.  None for random
     weights, if there is no such file, or if that run was trained on bytes.
     """
-    folder = find_weights_folder(config)
-    if folder is not None:
-        file = Path(folder.removeprefix("file://")).expanduser() / _TOKENIZER_FILE
-        return str(file.absolute()) if file.is_file() else None
-    tokenizer = _tokenizer_of_run(config)
+    folder = _weights_folder(config)
+    tokenizer = _tokenizer_of_run(config) if folder is None else str((folder / _TOKENIZER_FILE).absolute())
     return tokenizer if tokenizer is not None and Path(tokenizer).is_file() else None
+
+
+def _weights_folder(config: RunConfig) -> Path | None:
+    """Return the Hugging Face folder of the initial weights, or None for other weights."""
+    source = config.train.init_from
+    if source is not None:
+        return local_folder(source) if locate(source).kind == "huggingface" else None
+    is_fresh = getattr(config.model, "fresh", True)
+    return None if is_fresh or config.model_path is None else local_folder(config.model_path)
 
 
 def _tokenizer_of_run(config: RunConfig) -> str | None:
@@ -184,15 +193,6 @@ def _tokenizer_of_run(config: RunConfig) -> str | None:
     if not isinstance(tokenizer, str) or tokenizer in ("bytes", "model"):
         return None
     return str(Path(tokenizer).expanduser().absolute())
-
-
-def find_weights_folder(config: RunConfig) -> str | None:
-    """Return the Hugging Face folder of the initial weights, or None for other weights."""
-    source = config.train.init_from
-    if source is not None:
-        return source if locate(source).kind == "huggingface" else None
-    reads_weights = hasattr(config.model, "fresh") and not config.model.fresh
-    return config.model_path if reads_weights else None
 
 
 def allows_other_tokenizer(config: RunConfig) -> bool:
@@ -230,26 +230,18 @@ def _have_same_ids(first_file: Path, second_file: Path) -> bool:
 
 def check_readable_tokenizer(config: RunConfig) -> None:
     """Raise UserError if the tokenizer of the weights cannot be read, because training would fall back to bytes."""
-    if (missing := _tokenizer_of_run(config)) is not None:
+    missing, folder = _tokenizer_of_run(config), _weights_folder(config)
+    if missing is not None:
         rule = f"the weights of {config.train.init_from} were trained with {missing}, which is missing"
-        raise setting_error(
-            _TOKENIZER_KEY, config.data.tokenizer, rule, fix=f"set {_TOKENIZER_KEY}=FILE to its new path"
-        )
-    folder = find_weights_folder(config)
+        raise setting_error(_TOKENIZER_KEY, config.data.tokenizer, rule, fix=f"set {_TOKENIZER_KEY} to its new path")
     if folder is not None and not allows_other_tokenizer(config):
         check_tokenizer_of_folder(folder)
 
 
-def check_tokenizer_of_folder(folder: str | Path) -> None:
+def check_tokenizer_of_folder(folder: Path) -> None:
     """Raise UserError if a Hugging Face folder has a tokenizer only in unsupported formats."""
-    path = Path(str(folder).removeprefix("file://")).expanduser()
-    unsupported = [name for name in _UNSUPPORTED_TOKENIZERS if (path / name).is_file()]
-    if not unsupported or (path / _TOKENIZER_FILE).is_file():
-        return
-    script = "import sys; from transformers import AutoTokenizer as T; "
-    script += "T.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
-    command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}"
-    rule = f"the weights in {folder} have their own tokenizer ({', '.join(unsupported)}), but not as {_TOKENIZER_FILE}"
-    raise setting_error(
-        _TOKENIZER_KEY, "bytes", rule, fix=f"run `{command}`; for training, also set {_TOKENIZER_KEY}=FILE"
-    )
+    unsupported = [name for name in _UNSUPPORTED_TOKENIZERS if (folder / name).is_file()]
+    if unsupported and not (folder / _TOKENIZER_FILE).is_file():
+        rule = f"the tokenizer in {folder} ({', '.join(unsupported)}) is not read, only {_TOKENIZER_FILE}"
+        fix = "in Python: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), with transformers"
+        raise setting_error(_TOKENIZER_KEY, "bytes", rule, fix=fix)
