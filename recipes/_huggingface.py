@@ -1,4 +1,4 @@
-"""Helpers for reading and writing Hugging Face's config.json, shared by several recipes."""
+"""Helpers for reading and writing Hugging Face's config.json, shared by several recipe modules."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_layer_types(config_json: Mapping[str, Any], expected: Sequence[str]) -
         raise UserError(f"layer_types: has {len(given)} layers, but num_hidden_layers is {len(expected)}")
     for layer, (kind, only) in enumerate(zip(given, expected, strict=True)):
         if kind != only:
-            raise UserError(f"layer_types: layer {layer} has {kind}; this recipe supports only {only} there")
+            raise UserError(f"layer_types: layer {layer} has {kind}; this model supports only {only} there")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ ROPE_ENTRIES = {
 
 _ORIGINAL_LENGTH, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 YARN_ENTRIES = ("factor", _ORIGINAL_LENGTH, "beta_fast", "beta_slow", "truncate")
-"""The entries of `rope_parameters` for YaRN that all recipes with YaRN understand."""
+"""The entries of `rope_parameters` for YaRN that all models with YaRN understand."""
 
 
 def parse_rope(
@@ -89,15 +89,15 @@ def parse_rope(
     `original_max_position_embeddings`.  If `rope_scaling` is not empty, `rope_parameters` is ignored, as in
     transformers 5.
 
-    supported: maps each supported `rope_type` to the entries for it that the recipe understands, besides `rope_theta`.
+    supported: maps each supported `rope_type` to the entries for it that the model understands, besides `rope_theta`.
     max_len: the value of `max_position_embeddings`.
     theta: the default `rope_theta`.
     missing: the entries if config.json has neither `rope_scaling` nor `rope_parameters`.
-    fraction: the default `partial_rotary_factor` of a recipe that may rotate only part of each head; None for a recipe
+    fraction: the default `partial_rotary_factor` of a model that may rotate only part of each head; None for a model
         that rotates all of it.
 
-    Raises UserError for an unsupported `rope_type`, for entries that the recipe does not understand or that differ
-    between layer types, if a required entry is missing, and for a fraction that the recipe does not support.
+    Raises UserError for an unsupported `rope_type`, for entries that the model does not understand or that differ
+    between layer types, if a required entry is missing, and for a fraction that the model does not support.
     """
     key = "rope_scaling" if config_json.get("rope_scaling") else "rope_parameters"
     given = config_json.get(key)
@@ -106,11 +106,11 @@ def parse_rope(
         raise UserError(f"{key}={rope}: must be a single set of RoPE parameters, used by all layers")
     rope_type: Any = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in supported:
-        raise UserError(f"rope_type={rope_type}: this recipe supports only {' and '.join(supported)}")
+        raise UserError(f"rope_type={rope_type}: this model supports only {' and '.join(supported)}")
     known = {"rope_type", "type", "rope_theta", _FRACTION, *supported[rope_type]}
     for name, value in rope.items():
         if name not in known and value is not None:
-            rule = f"this recipe does not know this entry for rope_type={rope_type}"
+            rule = f"this model does not know this entry for rope_type={rope_type}"
             raise UserError(f"{key}.{name}={value}: {rule}, and it may change what the model computes")
     if rope_type != "default":
         if "factor" not in rope:
@@ -121,14 +121,14 @@ def parse_rope(
     outer_fraction = config_json.get(_FRACTION, fraction)
     found_fraction = rope.get(_FRACTION, 1.0 if outer_fraction is None else outer_fraction)
     if not isinstance(found_fraction, NUMBER) or (fraction is None and found_fraction != 1):
-        rule = "this recipe rotates all dimensions of each head" if fraction is None else "must be a number"
+        rule = "this model rotates all dimensions of each head" if fraction is None else "must be a number"
         raise UserError(f"{_FRACTION}={found_fraction}: {rule}")
     found_theta = rope.get("rope_theta", config_json.get("rope_theta", theta))
     return {**rope, "rope_type": rope_type, "rope_theta": found_theta, _FRACTION: found_fraction}
 
 
 def parse_yarn(rope: Mapping[str, Any], entries: Mapping[str, str]) -> dict[str, Any]:
-    """Return the recipe's configuration fields for a rotary embedding with or without YaRN.
+    """Return the model's configuration fields for a rotary embedding with or without YaRN.
 
     Missing, null and zero entries mean what they mean in transformers; in particular, `truncate` is true if it is
     missing, but false if it is null.
@@ -178,4 +178,4 @@ def check_quantization(config_json: Mapping[str, Any], method: str) -> None:
     quantization = config_json.get("quantization_config") or {}
     stored_method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if quantization and stored_method != method:
-        raise UserError(f"quantization_config: quant_method={stored_method}: this recipe supports only {method}")
+        raise UserError(f"quantization_config: quant_method={stored_method}: this model supports only {method}")

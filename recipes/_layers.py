@@ -1,4 +1,4 @@
-"""Layers shared by the recipes.
+"""Layers shared by the models.
 
 They include linear and embedding layers with a configurable initialization scale, rotary position embeddings, and the
 decoder of mixture-of-experts models.

@@ -32,7 +32,7 @@ TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of tensors, identified by their names in the recipe's model.  Reading needs no process group.
+    """A source of tensors, identified by their names in the spec's model.  Reading needs no process group.
 
     description: where the weights are, for messages.
     shapes: the shape of every tensor, by name.  A tied weight may appear under one of its names or under all of them.
@@ -74,7 +74,7 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that has shape (in, out) there, as in GPT-2, and (out, in) in the recipe's model.
+    """Hugging Face name of a matrix that has shape (in, out) there, as in GPT-2, and (out, in) in the spec's model.
 
     Also the name of a stack of such matrices, one per expert.
     """
@@ -83,48 +83,48 @@ class Transposed(str):
 
 
 class Stacked(str):
-    """Hugging Face name of separate tensors that are stacked in the recipe's model; the last `*` matches the row."""
+    """Hugging Face name of separate tensors that are stacked in the spec's model; the last `*` matches the row."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """The mapping between a recipe's model and its Hugging Face counterpart.
+    """The mapping between the model of a spec and its Hugging Face counterpart.
 
-    model_type: the Hugging Face model type, for example "llama".  A recipe that covers several model types gives a
+    model_type: the Hugging Face model type, for example "llama".  A spec that covers several model types gives a
         function of the model configuration.
     architecture: the class name of the Hugging Face model, for example "LlamaForCausalLM", or such a function.
-    names: maps the name of each parameter (and persistent buffer) in the recipe's model to the Hugging Face name:
+    names: maps the name of each parameter (and persistent buffer) in the spec's model to the Hugging Face name:
         {"layers.*.wq.weight": "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.
         If a matrix is stored transposed there, wrap its name in `Transposed`.  If separate tensors there, such as
         experts, are stacked into one tensor here, wrap their name in `Stacked`, with an additional `*` for the row.
         List tied parameters under all their names.  May also be a function of the model configuration that returns the
         mapping.
     stored: if renaming is not enough, `stored(model_config, source) -> WeightSource`, or "package.module:function".
-        It computes the tensors in Hugging Face's files from those in `source`, which have the names in the recipe's
+        It computes the tensors in Hugging Face's files from those in `source`, which have the names in the spec's
         model.
     output: `output(model_config, model) -> name`, returns the name of the output projection, which a new head replaces.
         Only needed if `names` does not map its weight to "lm_head.weight".  Raises UserError if transformers has no
         sequence classifier for such a model.
     config: `config(model_config) -> dict`, returns the entries of config.json.
     model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of the model configuration.
-        Raises UserError for a model that the recipe cannot build.
-    entries: the entries of config.json that the recipe understands, each with the type that it must have, for example
-        {"hidden_size": int, "head_dim": int | None}: those that `model_fields` reads, and those that have no effect on
-        the model.  A folder with any other entry is refused, unless the entry is null, in `fixed` or `dropped`, or has
-        no effect on any model (`trainer.config.model_folder.METADATA`).  None: the entries that `config` returns, of
-        any type.
+        Raises UserError for a model that the spec cannot build.
+    entries: the entries of config.json that the spec understands, each with the type that it must have, for
+        example {"hidden_size": int, "head_dim": int | None}: those that `model_fields` reads, and those that have no
+        effect on the model.  A folder with any other entry is refused, unless the entry is null, in `fixed` or
+        `dropped`, or has no effect on any model (`trainer.config.model_folder.METADATA`).  None: the entries that
+        `config` returns, of any type.
     fixed: entries of config.json for which the model supports only one value, for example {"hidden_act": "silu"}.
         Exports contain them, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
     ignored: Hugging Face names of tensors that old files contain but the model does not need, such as causal masks.
-    left_out: `left_out(model_config) -> dict`, the parts of published models that the recipe's model lacks: maps the
+    left_out: `left_out(model_config) -> dict`, the parts of published models that the spec's model lacks: maps the
         prefix of their tensors' names to a description for the start block, for example {"model.layers.61.":
         "multi-token prediction"}.
-    dropped: entries of config.json that are accepted only if a recipe lists them here, and that are not exported:
+    dropped: entries of config.json that are accepted only if a spec lists them here, and that are not exported:
         "quantization_config", in which case the weights are dequantized as `trainer.weights.quantized` describes, and
-        "auto_map", which names code that is not run because the recipe replaces it.
+        "auto_map", which names code that is not run because the spec's model replaces it.
     exported: entries that replace those of the original config.json on export.
     """
 
@@ -156,7 +156,7 @@ class HuggingFace:
 class ModelSpec:
     """A model that the trainer can build, shard and initialize.
 
-    name: the value of `model.name` that selects this recipe.
+    name: the value of `model.name` that selects this spec.
     config: dataclass of the model's fields, with defaults.  A field `vocab_size`, if any, is checked against the data.
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
         maps `tokens` (B, T) to logits (B, T, V).  If its `forward` also takes `targets`, it returns the loss summed
@@ -182,7 +182,7 @@ class ModelSpec:
         `apply_by_document`, so that ranks may hold slices of sequences (`mesh.context`).
     experts: the name of the expert modules, such as "layers.*.moe.experts".  This declares that all their parameters
         are stacked by expert along dimension 0, and that only `trainer.experts.apply_experts` calls these modules, so
-        that the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have
+        that the experts may be divided among ranks (`mesh.expert`).  If only some of the spec's models have
         experts, this is a function of the model that returns the modules' names, and in the configurations of the other
         models `num_experts` is None.
     blocks: fused weights, which Muon orthogonalizes block by block: maps patterns of parameter names to the number of
@@ -240,14 +240,14 @@ class ModelSpec:
         return import_object(function, f"model {self.name!r}: {name}") if isinstance(function, str) else function
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
-        """Return the Trainer class of this recipe, or `default` if the recipe names none."""
+        """Return the Trainer class of this model spec, or `default` if it names none."""
         if isinstance(self.trainer, str):
             return cast("type[TrainerType]", import_object(self.trainer, f"model {self.name!r}: trainer"))
         return cast("type[TrainerType]", self.trainer or default)
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a module's name matches a pattern of a recipe, in which `*` stays within one part of the name.
+    """Return whether a module's name matches a pattern of a spec, in which `*` stays within one part of the name.
 
     "layers.*" matches the blocks, not the modules inside them.
     """

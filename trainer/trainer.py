@@ -189,12 +189,12 @@ class Trainer:
         teacher.  Collective.
         """
         config = config or self.config
-        recipe = config.spec
+        spec = config.spec
 
         def build_sharded() -> tuple[torch.nn.Module, list[ShardUnit]]:
             model = build_network(config)
             ties = tied_names(model)
-            units = apply_sharding(model, recipe, config, self.mesh, self.expert_mesh, self.world.split_mesh)
+            units = apply_sharding(model, spec, config, self.mesh, self.expert_mesh, self.world.split_mesh)
             if config is self.config:
                 self.units, self.ties = units, ties
             return model, units

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this recipe's DeepSeek-V3 and Hugging Face's.
+"""The mapping of weights and config.json between our DeepSeek-V3 and Hugging Face's.
 
 Published checkpoints store most matrices in fp8; these are dequantized as they are read.  The additional last block in
 these checkpoints, for multi-token prediction, is left out.
@@ -126,7 +126,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name}={config_json[name]}: must be {value}, as other entries say")
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         if config_json.get(name, 0) > 1:
-            rule = "this recipe can leave out only one block for multi-token prediction"
+            rule = "this model can leave out only one block for multi-token prediction"
             raise UserError(f"{name}={config_json[name]}: {rule}")
     check_padding(config_json, fields["vocab_size"])
     supported = {"default": (), "yarn": (*YARN_ENTRIES, "mscale", "mscale_all_dim")}

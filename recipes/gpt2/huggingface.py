@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this recipe's GPT-2 and Hugging Face's.
+"""The mapping of weights and config.json between our GPT-2 and Hugging Face's.
 
 Hugging Face files store the matrices of the blocks as (in, out); here they are (out, in).
 """
@@ -72,7 +72,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = {field: _value_of(config_json, entry) for field, entry in FIELDS.items()}
     if config_json.get("n_inner") not in (None, 4 * fields["dim"]):
-        raise UserError(f"n_inner={config_json['n_inner']}: must be 4 x n_embd, or null, in this recipe")
+        raise UserError(f"n_inner={config_json['n_inner']}: must be 4 x n_embd, or null, in model 'gpt2'")
     for field, name in (("embedding_dropout", "embd_pdrop"), ("attention_dropout", "attn_pdrop")):
         rate = config_json.get(name, 0.1)
         fields[field] = rate if rate != fields["dropout"] else None

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this recipe's gpt-oss and Hugging Face's.
+"""The mapping of weights and config.json between our gpt-oss and Hugging Face's.
 
 Published checkpoints store the experts' matrices in MXFP4; these are dequantized as they are read.
 """

@@ -1,6 +1,6 @@
-"""The recipe for any causal language model that transformers can build from a local model folder.
+"""The model spec `hf` for any causal language model that transformers can build from a local model folder.
 
-Importing this package does not import transformers, so other recipes work without transformers.  `trainer.hub`
+Importing this package does not import transformers, so other models work without transformers.  `trainer.hub`
 downloads such folders, and `trainer.gguf_model` creates them from .gguf files.
 Source: https://huggingface.co/docs/transformers.
 """

@@ -1,7 +1,7 @@
 """Transformers models that also accept `tokens` and `targets`, for which they return logits or the summed loss.
 
-This file also contains the recipe's functions for FSDP units, random initialization and FLOPs, and for the notes that a
-run prints when it starts.
+This file also contains the model spec's functions for FSDP units, random initialization and FLOPs, and for the notes
+that a run prints when it starts.
 
 The modules, the parameters and their names come from transformers ("the library").  Without `tokens`, the model behaves
 like the library's: it returns the library's output, and `generate` works as usual.

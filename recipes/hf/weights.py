@@ -68,7 +68,7 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
     renamings = [entry for entry in reversed_table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in reversed_table if isinstance(entry, WeightConverter)]
     converted = _ConvertedSource(model, source, renamings)
-    for name, stored in find_weights(model, source, "recipe 'hf'").items():
+    for name, stored in find_weights(model, source, "model 'hf'").items():
         renamed, pattern = apply_converters(name, converters)
         if is_score_name(name):
             converted.rename(stored, "score.weight")

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this recipe's Llama and Hugging Face's.
+"""The mapping of weights and config.json between our Llama and Hugging Face's.
 
 Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
@@ -82,7 +82,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
         fields["num_kv_heads"] = fields["num_heads"]
     head_dim = config_json.get("head_dim")
     if head_dim is not None and head_dim * fields["num_heads"] != fields["dim"]:
-        raise UserError(f"head_dim={head_dim}: must be hidden_size / num_attention_heads in this recipe")
+        raise UserError(f"head_dim={head_dim}: must be hidden_size / num_attention_heads in model 'llama'")
     check_padding(config_json, fields["vocab_size"])
     rope = parse_rope(config_json, {"default": (), "llama3": SCALING.values()}, fields["max_seq_len"])
     fields["rope_theta"] = rope["rope_theta"]

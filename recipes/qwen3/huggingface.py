@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this recipe's Qwen3 and Hugging Face's.
+"""The mapping of weights and config.json between our Qwen3 and Hugging Face's.
 
 Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
@@ -62,7 +62,7 @@ FIELDS = {
 """The entry of config.json for each field of `Qwen3Config` except `rope_theta`."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
-"""Entries of config.json, each with the only value that this recipe and `qwen3_moe` support."""
+"""Entries of config.json, each with the only value that this model and `qwen3_moe` support."""
 
 WINDOW_ENTRIES = {"sliding_window": int | None, "max_window_layers": int}
 """The types of entries that do nothing as long as `use_sliding_window` is false."""

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this recipe's Qwen3 mixture-of-experts models and Hugging Face's.
+"""The mapping of weights and config.json between our Qwen3 mixture-of-experts models and Hugging Face's.
 
 Hugging Face checkpoints store each expert's matrices separately; here, the matrices of all experts are stacked.
 """
@@ -78,7 +78,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     fields = read_fields(config_json, FIELDS)
     fields["head_dim"] = config_json.get("head_dim", fields["dim"] // fields["num_heads"])
     if config_json.get("mlp_only_layers"):
-        raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this recipe all layers have experts")
+        raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this model all layers have experts")
     counts = [config_json[key] for key in ("num_experts", "num_local_experts") if key in config_json]
     if any(number != counts[0] for number in counts):
         raise UserError(f"num_local_experts={counts[1]}: is another name for num_experts, which is {counts[0]}")

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this recipe's Qwen3-Next and Hugging Face's.
+"""The mapping of weights and config.json between our Qwen3-Next and Hugging Face's.
 
 Hugging Face checkpoints store each expert's matrices separately; here, the matrices of all experts are stacked.
 """
@@ -97,14 +97,14 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = read_fields(config_json, FIELDS)
     if config_json.get("mlp_only_layers"):
-        raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this recipe all layers have experts")
+        raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this model all layers have experts")
     layer_types = config_json.get("layer_types")
     if layer_types is None:
         layer_types = _layer_types(fields["num_layers"], config_json.get("full_attention_interval", 4))
     every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else len(layer_types) + 1
     if layer_types != _layer_types(fields["num_layers"], every):
         raise UserError(
-            "layer_types: in this recipe every n-th of the num_hidden_layers layers is full_attention, the others "
+            "layer_types: in this model every n-th of the num_hidden_layers layers is full_attention, the others "
             "linear_attention"
         )
     check_padding(config_json, fields["vocab_size"])

@@ -285,8 +285,8 @@ def expert_sizes(ranks_per_node: int) -> list[int]:
 def expert_parallel_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each legal `mesh.expert` and, if `mesh.expert_method` is auto, each legal method.
 
-    Size 1 comes first; its method does not matter and is left as configured.  If the recipe declares experts, the legal
-    sizes among `expert_sizes` follow.
+    Size 1 comes first; its method does not matter and is left as configured.  If the model spec declares experts, the
+    legal sizes among `expert_sizes` follow.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:

@@ -34,7 +34,7 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     if location.kind == "huggingface":
         native = find_native(path, TEACHER_KEY)
         model = (native or generic_model_of(path))[1]
-        init_from = path if native else None  # the generic recipe loads the weights from `model.path` itself
+        init_from = path if native else None  # the generic model loads the weights from `model.path` itself
     elif (location.folder / CONFIG).is_file():
         model = load_stored((location.folder / CONFIG).read_text(), TEACHER_KEY).model
     else:

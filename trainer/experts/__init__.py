@@ -1,12 +1,13 @@
 """Mixture-of-experts layers: expert parallelism, grouped matmuls, and load balancing.
 
-A model runs its experts through `apply_experts`, and its recipe names the modules that hold them (`ModelSpec.experts`).
-Such a model also supports expert parallelism (`mesh.expert`), in which the experts are divided among consecutive
-ranks: `apply_experts` then sends tokens to the ranks of their experts, and returns the results to the tokens' ranks.
+A model runs its experts through `apply_experts`, and its model spec names the modules that hold them
+(`ModelSpec.experts`).  Such a model also supports expert parallelism (`mesh.expert`), in which the experts are divided
+among consecutive ranks: `apply_experts` then sends tokens to the ranks of their experts, and returns the results to the
+tokens' ranks.
 
 To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns their `Load` (from
 `expert_load`), which counts only tokens with targets.  The model passes the loads of its layers to its `Balance`
-module, and adds the result to its loss.  This package does not depend on any particular recipe.
+module, and adds the result to its loss.  This package does not depend on any particular model.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs.
 """

@@ -1,7 +1,7 @@
 """Grouped matmuls: each row is multiplied by its group's matrix (one group per expert, for example).
 
 Group sizes are known only on the device, so these matmuls are custom operators: fake tensors, compiled code and
-activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.
+activation checkpointing see a single operator, whatever its implementation.  This module does not depend on any model.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from trainer.model_spec import ModelSpec, matches_pattern
 
 
 def find_experts(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
-    """Return the modules of `model` that `recipe.experts` names, keyed by name; empty if `recipe.experts` is None.
+    """Return the modules of `model` that `spec.experts` names, keyed by name; empty if it is None.
 
     Raises UserError if the pattern matches no module, if a module has no parameters, or if the parameters of a module
     do not all have the same first dimension.

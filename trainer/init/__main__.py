@@ -32,7 +32,7 @@ def write_project(name: str, parent: Path) -> Path:
         raise UserError(
             f"NAME={name}: must be a valid Python module name: letters, digits and _\n  for example: my_model"
         )
-    reserved = {recipe.name for recipe in all_models()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
+    reserved = {spec.name for spec in all_models()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}
     if module in reserved:
         raise UserError(f"NAME={name}: is the name of another module or model\n  for example: my_{module}")
     folder = parent / name

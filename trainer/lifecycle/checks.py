@@ -7,7 +7,7 @@ Not checked: custom loaders, which have no sample indices to compare; buffers, w
 compares the ones that it stores); and models other than `Trainer.model`, such as a teacher or the average of the
 weights.
 
-The checks change no values, draw no random numbers, and work for any recipe.  Those of `probes.py` run the model.
+The checks change no values, draw no random numbers, and work for any model.  Those of `probes.py` run the model.
 """
 
 from __future__ import annotations

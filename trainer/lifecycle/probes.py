@@ -1,7 +1,7 @@
 """Checks before the first step that run the model: slices of sequences, packed documents, and divided experts.
 
 Each compares what the model computes on a few tokens with what must come out whatever its weights are.  So they work
-for any recipe, and find errors that no loss curve shows.  They change no values, and none checks a custom loader.
+for any model, and find errors that no loss curve shows.  They change no values, and none checks a custom loader.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model may accept document ids but ignore them in one layer, without any visible effect on its loss or outputs: with
 fresh weights, the state that a recurrent layer carries across a document boundary is below bfloat16's rounding error.
-So comparing the model's outputs is not enough.  The check runs the model itself, for any recipe, in two ways:
+So comparing the model's outputs is not enough.  The check runs any model itself, in two ways:
 
 1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
    A token that takes no part in a computation gets exactly zero in any dtype; a token that does gets nonzero values,

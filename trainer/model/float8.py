@@ -3,7 +3,7 @@
 Weights, gradients and saved activations keep their dtype.  A layer casts its input, its weight and its incoming
 gradient to float8 only for the matmuls, with one scale per tensor or per row.
 
-This module is the only one that imports torchao, and does so only when needed.  It depends on no recipe and no mesh.
+This module is the only one that imports torchao, and does so only when needed.  It depends on no model and no mesh.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The parameters of adapted layers have peft's names, so that adapters can be exch
 `<layer>.base_layer.weight` is the layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and
 `<layer>.lora_B.default.weight` (out, rank) are the adapter.  Adapters of stacked experts are defined in
 `trainer.experts`.  Their names are not peft's: `<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in), and
-the same with `lora_B` (E, out, rank).  This module needs no recipe, mesh or files.
+the same with `lora_B` (E, out, rank).  This module needs no model spec, mesh or files.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """

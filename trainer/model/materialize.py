@@ -1,11 +1,11 @@
 """Initializes models built on the meta device, with identical weights on any mesh.
 
 A model is initialized one module at a time.  A module's own parameters are temporarily replaced by full tensors on the
-CPU.  The recipe's ordinary code initializes these, with the generator seeded from (seed, module name), and each rank
+CPU.  The model's ordinary code initializes these, with the generator seeded from (seed, module name), and each rank
 keeps its shard.  For a large tensor of random numbers, a rank usually draws only the rows in its shard, and advances
 the generator past all other rows (`_should_defer`).  Several threads can share this work.  No rank holds more than its
 shards plus one module, there is no communication, and the weights depend only on the seed, not on the mesh or the
-device.  (A GPU's generator would give different values.)  This module does not depend on particular recipes.
+device.  (A GPU's generator would give different values.)  This module does not depend on particular models.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def materialize(
 
     fill = _default_init
     if init is not None:
-        recipe_init = init
+        spec_init = init
         takes_names = len(inspect.signature(init).parameters) > 1
-        fill = lambda module, name: recipe_init(module, name, model) if takes_names else recipe_init(module)  # noqa: E731
+        fill = lambda module, name: spec_init(module, name, model) if takes_names else spec_init(module)  # noqa: E731
     canonical = {alias: group[0] for group in ties for alias in group}
     unfilled: list[str] = []
     scratch = _ScratchMemory()
@@ -101,7 +101,7 @@ def materialize(
     if unfilled:
         raise UserError(
             f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
-            "parameter or buffer must fill all of it in `reset_parameters()` (or in the recipe's `init`)"
+            "parameter or buffer must fill all of it in `reset_parameters()` (or in `ModelSpec.init`)"
         )
 
 

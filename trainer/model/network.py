@@ -1,7 +1,7 @@
-"""Builds the unsharded model of a run from its recipe, in the run's dtypes, with adapters and frozen parameters.
+"""Builds the unsharded model of a run from its model spec, in the run's dtypes, with adapters and frozen parameters.
 
 Training, planning and the commands that read a run all build its model here, so that they use the same one.  This
-module also translates between the recipe's tensor names and Hugging Face's, and counts FLOPs per token.
+module also translates between our tensor names and Hugging Face's, and counts FLOPs per token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def replace_head(
 
     dtype: the dtype of the new weight; by default the dtype of the projection's weight.
 
-    Raises UserError if the recipe does not name the output projection.
+    Raises UserError if the model spec does not name the output projection.
     """
     hf = spec.hf
     mapped = None if hf is None else HuggingFaceNames(spec, model_config).from_huggingface(_OUTPUT)
@@ -133,11 +133,11 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
 
 
 class MappedTensor(NamedTuple):
-    """The recipe's counterpart of a Hugging Face tensor.
+    """Our counterpart of a Hugging Face tensor.
 
-    name: the name of the recipe's tensor.
+    name: the name of our tensor.
     is_transposed: whether Hugging Face stores its transpose.
-    row: the row of the recipe's tensor that the Hugging Face tensor represents; None if it represents all of it.
+    row: the row of our tensor that the Hugging Face tensor represents; None if it represents all of it.
     """
 
     name: str
@@ -160,10 +160,10 @@ class HuggingFaceNames:
                 raise UserError(f"model {spec.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *")
 
     def to_huggingface(self, name: str) -> str | None:
-        """Return Hugging Face's name for the recipe's tensor `name`, or None if there is none.
+        """Return Hugging Face's name for our tensor `name`, or None if there is none.
 
-        The result is a `Transposed` or a `Stacked` if the recipe's mapping has one.  The name of a stacked tensor still
-        has `*` in place of the row number.
+        The result is a `Transposed` or a `Stacked` if the model spec's mapping has one.  The name of a stacked tensor
+        still has `*` in place of the row number.
         """
         for ours, theirs in self._pairs:
             translated = _translate(name, ours, theirs)
@@ -187,7 +187,7 @@ class HuggingFaceNames:
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
     def left_out(self, name: str) -> str | None:
-        """Return the part of the published model that tensor `name` belongs to, if the recipe leaves it out."""
+        """Return the part of the published model that tensor `name` belongs to, if the spec's model leaves it out."""
         full_names = (name, self._hf.prefix + name)
         return next(
             (part for prefix, part in self._left_out.items() if any(n.startswith(prefix) for n in full_names)), None
@@ -259,7 +259,7 @@ def _flops_of_adapters(model: nn.Module, model_config: Any) -> float:
 def flops_per_token(spec: ModelSpec, model_config: Any, model: nn.Module, seq_len: float) -> float:
     """Return the model FLOPs per token of forward and backward passes: 6 per weight in a matrix, plus attention.
 
-    `ModelSpec.flops` covers the recipe's own model; adapters are added.  seq_len: the number of tokens that attention
+    `ModelSpec.flops` covers the model itself; adapters are added.  seq_len: the number of tokens that attention
     spans; if documents are masked, the mean over tokens of their document's length, usually not an integer.
 
     A frozen weight costs 4 instead of 6, since it has no gradient.  The backward pass stops at the first trained

@@ -9,7 +9,8 @@ Copies are bit-identical, so losses do not change.  Parameters, buffers and a bl
 (such as RoPE tables and masks) stay on the device, because other references usually keep them in memory anyway.
 
 Offloading can be combined with activation checkpointing: it then offloads a block's input and, with `selective` and
-`budget:`, the saved outputs of operators (see `storing_contexts`).  This module needs no recipe, mesh or configuration.
+`budget:`, the saved outputs of operators (see `storing_contexts`).  This module needs no model spec, mesh or
+configuration.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Operators are selected by kind, or to fit a memory budget.  With a budget, the outputs that take the most FLOPs per byte
 to recompute are saved first, as long as they fit.  FLOPs and bytes are counted in a forward pass on fake tensors, so
-that every rank, the planner and compiled blocks make the same choice.  This module needs no recipe, mesh or
+that every rank, the planner and compiled blocks make the same choice.  This module needs no model spec, mesh or
 configuration.
 
 Sources: for selection by kind, Korthikanti et al. 2022, arXiv:2205.05198; for a budget, the knapsack formulation behind

@@ -1,4 +1,4 @@
-"""Finds a model's FSDP units, which are listed by the recipe, or chosen by size or by a user-defined function."""
+"""Finds a model's FSDP units, which are listed by the model spec, or chosen by size or by a user-defined function."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class ShardUnit:
 def find_units(model: nn.Module, spec: ModelSpec, wrap: str = "block") -> list[ShardUnit]:
     """Return the FSDP units that `wrap` selects, without the root.
 
-    wrap: the setting `fsdp.wrap`: `block` for the units that the recipe lists, `size:N`, or `package.module:function`.
+    wrap: the setting `fsdp.wrap`: `block` for the units that the model spec lists, `size:N`, or
+    `package.module:function`.
 
-    Units that the recipe or a function lists keep their order, which should be the order of the forward pass.  All
+    Units that the model spec or a function lists keep their order, which should be the order of the forward pass.  All
     others are in the order of `named_modules`.
 
     Raises UserError for an entry that is not a module inside the model, for a module in two units, for units that would
@@ -103,7 +104,7 @@ def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module, spec: ModelSpec) -> list[nn.Module]:
-    """Return the model's repeated blocks: the recipe's units that are in a ModuleList, ModuleDict or Sequential.
+    """Return the model's repeated blocks: the model spec's units that are in a ModuleList, ModuleDict or Sequential.
 
     Activation checkpointing and compilation apply to these, whatever units FSDP uses.
     """

@@ -134,7 +134,7 @@ def _layer_of(name: str) -> int | None:
 
 
 def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Return the number of rows in each block of the recipe's fused parameters, by the parameter's id.
+    """Return the number of rows in each block of the model's fused parameters, by the parameter's id.
 
     blocks: see `ModelSpec.blocks`.  Raises UserError if the blocks do not add up to a parameter's rows.
     """
@@ -146,7 +146,7 @@ def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> d
             rows = parameter.shape[-2] if parameter.ndim > 1 else 0
             sizes = (rows // split,) * split if isinstance(split, int) else tuple(split)
             if sum(sizes) != rows or 0 in sizes:
-                rule = f"the recipe's blocks of {name}, which has {rows} rows, are {split}"
+                rule = f"the model spec's blocks of {name}, which has {rows} rows, are {split}"
                 raise setting_error("model.name", type(model).__name__, rule, fix="correct ModelSpec.blocks")
             rows_by_id[id(parameter)] = sizes
     return rows_by_id

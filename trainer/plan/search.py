@@ -65,7 +65,7 @@ class PlannedChoice:
 def chosen_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings that may be `auto`, by key, with their values in `config`.
 
-    `mesh.expert` is included only if it is `auto` or the recipe declares experts for the model.
+    `mesh.expert` is included only if it is `auto` or the model spec declares experts.
     """
     has_experts = config.spec.declares_experts(config.model) or config.mesh.expert == AUTO
     return {

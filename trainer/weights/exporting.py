@@ -299,7 +299,7 @@ def export(
     left by a crash is not mistaken for a model.
 
     Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced
-    (`overwrite`), or if the disk lacks space; also if the recipe has no Hugging Face names for the weights, or if the
+    (`overwrite`), or if the disk lacks space; also if the model has no Hugging Face names for the weights, or if the
     weights do not fit the model.
     """
     path = Path(folder).expanduser()

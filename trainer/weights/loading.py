@@ -64,10 +64,10 @@ MODEL_FILES = "model_files"
 
 
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
-    """Allocate a model that is on the meta device, and fill it: randomly, or with the weights that its recipe provides.
+    """Allocate a model that is on the meta device, and fill it: randomly, or with the weights that its spec provides.
 
     load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; if so, nothing is
-        loaded here, and the base weights are left uninitialized if `train.init_from` or the recipe names them.
+        loaded here, and the base weights are left uninitialized if `train.init_from` or the model spec names them.
     """
     spec = config.spec
     source = spec.initial_weights(config.model)
@@ -83,7 +83,7 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
 def load_initial_weights(
     model: nn.Module, model_files: ModelFiles, config: RunConfig, channel: Channel, setting: str | None = None
 ) -> str:
-    """Load the initial weights from `train.init_from`, else those that the recipe provides; else keep the random ones.
+    """Load the initial weights from `train.init_from`, else those that the spec provides; else keep the random ones.
 
     With adapters, `load_base` has already loaded the weights.  Stores in `model_files` the run's own tokenizer, and the
     files that came with the weights or else those in `model.path`.  Returns a description of where the weights came
@@ -195,7 +195,7 @@ class _InitialWeights:
 
 
 def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | None) -> _InitialWeights:
-    """Open the initial weights: those of `train.init_from`, else those that the recipe provides.  Collective."""
+    """Open the initial weights: those of `train.init_from`, else those that the model spec provides.  Collective."""
     init_from = config.train.init_from
     if init_from is None:
         source = channel.agreed(lambda: config.spec.initial_weights(config.model))
@@ -252,7 +252,7 @@ def load_weights(
 
 
 def model_of_folder(location: Location, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native recipe if one supports it."""
+    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native model if one supports it."""
     spec, model_config = find_native(location.path) or generic_model_of(location.path)
     source = open_weights(location, spec, model_config, "path")
     return load_unsharded(build_meta_model(spec, model_config), spec, source, torch.device(device))
@@ -271,7 +271,7 @@ def model_of_checkpoint(
 
 
 def build_meta_model(spec: ModelSpec, model_config: object) -> nn.Module:
-    """Build the recipe's model on the meta device."""
+    """Build a model on the meta device."""
     with torch.device("meta"):
         return spec.build_model(model_config)
 
@@ -308,12 +308,12 @@ def open_weights(
     if location.kind == "file":
         return StateDictFile(Path(location.path), setting)
     if location.kind == "huggingface":
-        if checks_fields:  # rejects a recipe that reads its own weights
+        if checks_fields:  # rejects a model that reads its own weights
             declared = read_declared_model(location.path, spec, setting)
             source = SafetensorsFolder(location.path, spec, model_config, setting)
         else:
-            recipe_weights = spec.initial_weights(replace(model_config, path=location.path)) if spec.weights else None
-            source = recipe_weights or SafetensorsFolder(location.path, spec, model_config, setting)
+            own_weights = spec.initial_weights(replace(model_config, path=location.path)) if spec.weights else None
+            source = own_weights or SafetensorsFolder(location.path, spec, model_config, setting)
     else:
         stored = open_checkpoint(location.path)
         where = f"{stored.storage}/config.yaml"

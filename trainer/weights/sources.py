@@ -282,7 +282,7 @@ class SafetensorsFolder(StoredTensors):
     """A `WeightSource` for a Hugging Face folder, with a single `model.safetensors` or several files and an index.
 
     `ModelSpec.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped:
-    opening a file reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep
+    opening a file reads only its header, and pages are loaded as rows are read.  Tensors unknown to the model keep
     their names, so that a comparison with the model reports them.  Raises UserError, starting with `setting`, for a
     folder, index or file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
     """
@@ -294,7 +294,7 @@ class SafetensorsFolder(StoredTensors):
         model_config: Any = None,
         setting: str = "path",
     ) -> None:
-        """Without a recipe, tensors have the names and shapes that they have in the files."""
+        """Without a model spec, tensors have the names and shapes that they have in the files."""
         names = None if spec is None else HuggingFaceNames(spec, model_config)
         self.description = str(path)
         self._setting = setting
