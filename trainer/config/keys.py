@@ -198,7 +198,7 @@ def typed_config(
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
-        fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
+        fix = r"write the value itself, refer to a key such as ${run.seed}, or write \${ for plain text"
         raise setting_error(key, texts.get(key, values.get(key)), rule, fix=fix) from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
@@ -218,8 +218,10 @@ def _wrong_value_error(
     return setting_error(key, given, rule, **suggest_value(value, declared.type, declared))
 
 
-_KEY_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
+_KEY_REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 """The only supported interpolation: the value of another key."""
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+"""Plain text `${`, after an odd number of backslashes."""
 
 
 def _reject_resolvers(key: str, value: Any, where: str) -> None:
@@ -227,7 +229,7 @@ def _reject_resolvers(key: str, value: Any, where: str) -> None:
     if isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
             _reject_resolvers(key, item, where)
-    elif isinstance(value, str) and "${" in _KEY_REFERENCE.sub("", value.replace("\\${", "")):
+    elif isinstance(value, str) and "${" in _KEY_REFERENCE.sub("", _ESCAPED.sub("", value)):
         rule = f"can only refer to another key, as in ${{section.key}}; resolvers are not supported{where}"
         raise setting_error(key, value, rule, fix=f"write the value itself, or set it on the command line: {key}=...")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -853,7 +854,7 @@ def escape_references(value: Any) -> Any:
         return {name: escape_references(item) for name, item in value.items()}
     if isinstance(value, list):
         return [escape_references(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _yaml_of(sections: Mapping[str, Any], origins: Mapping[str, str]) -> str:
