@@ -41,7 +41,8 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     stored = _flat(read_stored(stored_yaml))
     _check_same_kind(config, stored)
     allowed = config.checkpoint.allow_changes
-    name, before = _flat(config.to_dict())["model.name"], stored.get("model.name")
+    name = _flat(config.to_dict())["model.name"]
+    before = stored.get("model.name")
     if before not in (name, None) and {"model", "model.name"}.isdisjoint(allowed):
         return [f"model.name: {before} in the checkpoint, {name} now"], []
     declared = declared_keys(type(config.model), type(config.objective))
@@ -100,7 +101,8 @@ def _differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple
 
 def _check_same_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:
     """Raise UserError if exactly one of the two configurations is a learning-rate range test."""
-    was_test, now = stored.get("schedule.name") == "range", config.schedule.name
+    was_test = stored.get("schedule.name") == "range"
+    now = config.schedule.name
     if was_test and now != "range":
         rule = "this checkpoint is from a learning-rate range test, which a training run cannot resume"
         fix = "use another run.name, or start over with checkpoint.resume=none, which moves the range test aside"

@@ -130,7 +130,8 @@ def pinned_data(config: RunConfig, notes: list[str]) -> RunConfig:
     def pin(place: str, text: str | None) -> str | None:
         if place not in names or names[place].is_pinned:
             return text
-        commit, key = kept_commits.get(place), ".".join(place.split(".")[:2])
+        commit = kept_commits.get(place)
+        key = ".".join(place.split(".")[:2])
         if commit is not None:
             notes.append(f"{key}={text}: this run stays with commit {commit[:12]}, which it began with")
         return str(hub.open_repository(names[place], key, commit).name)
@@ -166,7 +167,8 @@ def labels_of(config: RunConfig) -> Literal["none", "read", "mismatched"]:
 
 def target_position(config: RunConfig, loaded: Loaded) -> RunConfig:
     """Train on the end of each text if the objective scores it, and not otherwise."""
-    data, scores = config.data, "scores" in config.objective.needs
+    data = config.data
+    scores = "scores" in config.objective.needs
     if data.source != "chat" or scores == (data.train_on == "end"):
         return config
     train_on = "end" if scores else "assistant"
@@ -237,7 +239,8 @@ def compute_dtype(config: RunConfig) -> RunConfig:
 
 def adapter_base_dtype(config: RunConfig) -> RunConfig:
     """Resolve `lora.base_dtype`: bfloat16 if the frozen weights are stored as bfloat16, else `train.weights_dtype`."""
-    lora, source = config.lora, config.train.init_from or config.model_path
+    lora = config.lora
+    source = config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
         return config
     is_bfloat16 = source is not None and stored_dtype(source) == "bfloat16"
@@ -249,7 +252,8 @@ def tokenizer_file(config: RunConfig) -> RunConfig:
 
     A resumed run thus finds the same file from any working directory.
     """
-    tokenizer, source = config.data.tokenizer, config.train.init_from
+    tokenizer = config.data.tokenizer
+    source = config.train.init_from
     if tokenizer == MODEL:  # the Hugging Face folder of the model, or of its initial weights
         has_folder = source is not None and locate(source).kind == "huggingface"
         tokenizer = config.model_path or (source if source is not None and has_folder else MODEL)
@@ -265,10 +269,12 @@ def tokenizer_of_weights(config: RunConfig, loaded: Loaded) -> RunConfig:
     cannot be read: token ids would then not mean what they meant when the weights were trained.
     `checkpoint.allow_changes=[data.tokenizer]` permits another tokenizer.
     """
-    is_given, tokenizer = "data.tokenizer" in loaded.origins, config.data.tokenizer
+    is_given = "data.tokenizer" in loaded.origins
+    tokenizer = config.data.tokenizer
     if config.data.source == "synthetic":
         return config
-    found, resumes = find_weights_tokenizer(config), will_resume(config)
+    found = find_weights_tokenizer(config)
+    resumes = will_resume(config)
     if is_given and tokenizer != MODEL:
         if found is not None and not allows_other_tokenizer(config) and not resumes:
             check_same_tokenizer(tokenizer, found)

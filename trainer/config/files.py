@@ -182,7 +182,8 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
     A key that is also given on the command line (`assignments`) is trusted.
     """
     for section, name in (("model", "name"), ("fsdp", "wrap"), ("train", "objective")):
-        key, settings = f"{section}.{name}", values.get(section)
+        key = f"{section}.{name}"
+        settings = values.get(section)
         value = settings.get(name) if isinstance(settings, Mapping) else None
         if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
             check_import(key, value, allow_import)

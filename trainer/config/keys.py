@@ -63,7 +63,8 @@ def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclas
                 item.type = hints[item.name]
                 keys[key] = item
 
-    schema, selected = RunConfig(model=model), {"model": model, "objective": objective}
+    schema = RunConfig(model=model)
+    selected = {"model": model, "objective": objective}
     for section in dataclasses.fields(RunConfig):
         owner = selected[section.name] if section.name in selected else type(getattr(schema, section.name))
         if owner is not None:
@@ -104,7 +105,8 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
         if not equals or not key:
             raise unexpected_argument_error([override], 0, (), has_recipe=True)
         if text.startswith("="):
-            rule, value = "an argument has the form section.key=value", text.lstrip("=")
+            rule = "an argument has the form section.key=value"
+            value = text.lstrip("=")
             message = f"{override!r}: {rule}\n  did you mean {as_typed(key, value)}?"
             raise UserError(message, as_argument(key, value))
         if key in SUBSECTIONS:
@@ -171,7 +173,8 @@ def typed_config(
 
     Raises UserError for an unknown key, a wrong type, a value outside its limits, or a reference that has no value.
     """
-    tree, declared = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
+    tree = copy.deepcopy(default_tree(model, objective))
+    declared = declared_keys(model, objective)
     for key, value in values.items():
         given = texts.get(key, value)
         where = "" if origins[key] == COMMAND_LINE else f" (in {origins[key]})"

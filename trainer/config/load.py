@@ -90,7 +90,8 @@ def load(
     recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
 ) -> Loaded:
     """Return what `load_config` returns, with the origin of each value and notes for the user."""
-    path, command_line = find_recipe_file(recipe), command_line_layer(overrides)
+    path = find_recipe_file(recipe)
+    command_line = command_line_layer(overrides)
     layers = [*file_layers(path, command_line.values, allow_import), command_line]
     return load_layers(layers, path.stem, needs_weights)
 
@@ -159,7 +160,8 @@ _OWN_KEYS = ("run.name", "run.dir", "checkpoint.dir", "checkpoint.resume")
 
 def command_line_layer(overrides: Sequence[str]) -> Layer:
     """Return the layer of `key=value` arguments.  Raises UserError for one that cannot be parsed."""
-    declared, texts = declared_keys(), split_overrides(overrides)
+    declared = declared_keys()
+    texts = split_overrides(overrides)
     values: dict[str, Any] = dict(texts)
     for key, text in texts.items():
         if key in declared and not key.startswith(TYPED_BY_OTHERS):
@@ -311,7 +313,8 @@ def _fetch(key: str, text: str, commit: str | None, with_weights: bool) -> str:
 
     commit: the commit with which the resumed run began, if any.
     """
-    name, path = hub.parse_name(text), Path(text)
+    name = hub.parse_name(text)
+    path = Path(text)
     if name is not None:
         if name.kind == "dataset":
             rule = "names a data set, not a model"
@@ -393,7 +396,8 @@ def add_model_of_weights(layers: Sequence[Layer]) -> tuple[list[Layer], Declared
     Free fields that a recipe file sets are left out.  Also returns the declared model, or None if there is none.
     """
     values, _ = merge(layers)
-    source, name = values.get("train.init_from"), values.get("model.name")
+    source = values.get("train.init_from")
+    name = values.get("model.name")
     if source is None or name is None:
         return [*layers], None
     spec = find_model(str(name))

@@ -53,7 +53,8 @@ def resolve_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int
 
     Raises UserError if a size is invalid, or if the sizes do not multiply to `world_size`.
     """
-    replicate, shard = mesh.replicate, mesh.shard
+    replicate = mesh.replicate
+    shard = mesh.shard
     if shard == "node":
         if world_size % local_world_size:
             raise setting_error(
@@ -86,7 +87,8 @@ def resolve_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int
 
 def smallest_mesh(config: RunConfig) -> MeshShape:
     """Return the smallest mesh that a configuration allows, to check settings before the number of ranks is known."""
-    mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
+    mesh = config.mesh
+    reshard = config.fsdp.reshard_after_forward
     requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context, mesh.expert]
     sizes = [size for size in requested if isinstance(size, int)]
     shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
@@ -196,7 +198,8 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     """Raise UserError for a context axis that does not fit the mesh, the sequences or the model."""
     if isinstance(config.mesh.context, str):
         raise setting_error("mesh.context", config.mesh.context, "must be a whole number, or auto", AUTO)
-    context, method = config.context, resolve_context_method(config, ranks_per_node).mesh.context_method
+    context = config.context
+    method = resolve_context_method(config, ranks_per_node).mesh.context_method
     if context == 1:
         return
     if shape.shard % context:
@@ -230,11 +233,13 @@ def _num_heads(config: RunConfig) -> tuple[int | None, int | None]:
 
 def check_batch(config: RunConfig, shape: MeshShape) -> None:
     """Raise UserError if the global batch does not divide evenly among the ranks."""
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    batch = config.train.global_batch_size
+    micro = config.train.micro_batch_size
     if isinstance(micro, (str, bool)) and micro != AUTO:
         raise setting_error("train.micro_batch_size", micro, "must be a whole number, or auto", AUTO)
     micro = 1 if micro == AUTO else int(micro)
-    num_groups, context = config.num_groups(shape.num_ranks), config.context
+    num_groups = config.num_groups(shape.num_ranks)
+    context = config.context
     if batch % (num_groups * micro) == 0:
         return
     ranks = f"{num_groups} data-parallel ranks" if num_groups > 1 else "1 data-parallel rank"
@@ -262,7 +267,8 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
 
     With `exchange`, tensor shapes depend on the data, so `train.compile=auto` becomes false.
     """
-    mesh, train = config.mesh, config.train
+    mesh = config.mesh
+    train = config.train
     if mesh.expert in (1, AUTO):
         return config
     method = mesh.expert_method

@@ -41,7 +41,8 @@ def find_phases(config: RunConfig) -> list[Phase]:
     Raises a UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
     `train.epochs` has been resolved to a number of steps.
     """
-    path, weights = config.data.path, config.data.weights
+    path = config.data.path
+    weights = config.data.weights
     names = sorted(path) if isinstance(path, Mapping) else []
     has_num_steps = config.train.epochs is None
     if weights is not None:

@@ -58,7 +58,8 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
 
 
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
-    key, value = "fsdp.reshard_after_forward", config.fsdp.reshard_after_forward
+    key = "fsdp.reshard_after_forward"
+    value = config.fsdp.reshard_after_forward
     for entry in value if isinstance(value, list) else [value]:
         if isinstance(entry, int) and shape.shard % entry:
             size = nearest_divisor(entry, shape.shard)
@@ -98,7 +99,8 @@ def _check_settings(config: RunConfig) -> None:
             )
             raise setting_error(key, dtype, rule, "float32")
     for number, group in enumerate(config.optim.groups):
-        optimizer, dtype = group.get("optimizer"), config.train.weights_dtype
+        optimizer = group.get("optimizer")
+        dtype = config.train.weights_dtype
         if dtype != "float32" and optimizer in ("sgd", "muon"):
             rule = f"optim.groups[{number}] has optimizer={optimizer}, which would lose small updates"
             raise setting_error("train.weights_dtype", dtype, rule, "float32")
@@ -149,7 +151,8 @@ def check_schedule(config: RunConfig) -> None:
 
     A run that ends within its warmup has no decay at all, and is legal: a short trial run needs no other schedule.
     """
-    schedule, num_steps = config.schedule, config.train.steps
+    schedule = config.schedule
+    num_steps = config.train.steps
     warmup, decay = schedule.warmup(num_steps), schedule.decay_ratio * num_steps
     # Both lengths may be fractions of the run, so they may overlap by the part of a step that rounding adds.
     if schedule.name == "wsd" and warmup < num_steps and warmup + decay >= num_steps + 1:
@@ -163,7 +166,8 @@ def check_schedule(config: RunConfig) -> None:
 
 
 def _check_activation_checkpoint(config: RunConfig) -> None:
-    checkpointing, key = config.train.activation_checkpoint, "train.activation_checkpoint"
+    checkpointing = config.train.activation_checkpoint
+    key = "train.activation_checkpoint"
     keywords = ["none", "full", "selective", AUTO]
     if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
         fraction = budget_of(checkpointing)
@@ -179,7 +183,8 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
 
 def _check_base_model(config: RunConfig) -> None:
     """Check that `optim.base_model` describes a legal model whose attention heads are as wide as this model's."""
-    key, base = "optim.base_model", config.optim.base_model
+    key = "optim.base_model"
+    base = config.optim.base_model
     if base is None:
         return
     widths = {
@@ -215,7 +220,8 @@ def _head_size(model: Any) -> float:
     """Return the width of an attention head; 0 if the model's configuration does not determine it."""
     if hasattr(model, "head_dim"):
         return float(model.head_dim)
-    heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
+    heads = getattr(model, "num_heads", None)
+    dim = getattr(model, "dim", None)
     return dim / heads if heads and dim else 0.0
 
 
@@ -267,7 +273,8 @@ def _check_paths(config: RunConfig) -> None:
 
 
 def _check_float8(config: RunConfig) -> None:
-    train, key = config.train, "train.float8"
+    train = config.train
+    key = "train.float8"
     if train.float8 == "none":
         return
     if config.fsdp.param_dtype != "bfloat16":
@@ -384,7 +391,9 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_profile(config: RunConfig, shape: MeshShape) -> None:
-    steps, ranks, num_ranks = config.log.profile_steps, config.log.profile_ranks, shape.num_ranks
+    steps = config.log.profile_steps
+    ranks = config.log.profile_ranks
+    num_ranks = shape.num_ranks
     if steps is not None and not 1 <= steps[0] <= steps[1]:
         rule = "must be the first and last step to profile, counted from 1"
         raise setting_error("log.profile_steps", steps, rule, sorted(max(1, step) for step in steps))

@@ -30,7 +30,8 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     path: str | None = config.objective.teacher
     if not path:
         raise setting_error(TEACHER_KEY, path, "must name the model to imitate", proposal="models/Qwen3-8B")
-    location, init_from = locate(path), str(path) or None
+    location = locate(path)
+    init_from = str(path) or None
     if location.kind == "huggingface":
         native = find_native(path, TEACHER_KEY)
         model = (native or generic_model_of(path))[1]

@@ -230,7 +230,8 @@ def _have_same_ids(first_file: Path, second_file: Path) -> bool:
 
 def check_readable_tokenizer(config: RunConfig) -> None:
     """Raise UserError if the tokenizer of the weights cannot be read, because training would fall back to bytes."""
-    missing, folder = _tokenizer_of_run(config), _weights_folder(config)
+    missing = _tokenizer_of_run(config)
+    folder = _weights_folder(config)
     if missing is not None:
         rule = f"the weights of {config.train.init_from} were trained with {missing}, which is missing"
         raise setting_error(_TOKENIZER_KEY, config.data.tokenizer, rule, fix=f"set {_TOKENIZER_KEY} to its new path")
