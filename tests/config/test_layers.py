@@ -56,13 +56,26 @@ def test_origins_say_where_each_value_came_from(tmp_path: Path) -> None:
     assert "optim.eps" not in loaded.origins
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The model that comes with the weights
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [("steps: 010", "010"), ("steps: 1:30", "1:30"), ("{steps: 010}", "010"), ("freeze: [a, 007]", "007")],
+)
+def test_number_in_another_base_is_refused_in_a_file(line: str, number: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"line 3: .*{number}.*base 8"):
+        load_config(recipe(tmp_path, f"recipe: llama_small\ntrain:\n  {line}\n"))
+
+
+def test_quoted_digits_in_a_file_are_text(tmp_path: Path) -> None:
+    assert load_config(recipe(tmp_path, "recipe: llama_small\nrun: {name: '007'}\n")).run.name == "007"
 
 
 def recipe(folder: Path, text: str) -> str:
     (folder / "mine.yaml").write_text(text)
     return str(folder / "mine.yaml")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The model that comes with the weights
 
 
 def test_weights_beat_a_recipe_file_and_the_command_line_must_agree(tmp_path: Path) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from trainer.config.keys import EMPTY_VALUE_PROBLEM, declared_keys, expand_subsection
 from trainer.config.messages import unknown_key_error
@@ -72,7 +73,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the contents of a YAML file by section, unchecked.  Raises UserError if it cannot be read."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except YAMLError as error:
+    except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         if where and "\t" in "".join(path.read_text().splitlines()[where.line : where.line + 1]):
@@ -86,10 +87,33 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, OmegaConfBaseException) as error:
         rule = f"cannot be read: {error}"
         raise setting_error("recipe", path, rule, fix="give a readable file") from error
+    _check_decimal(path)
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
         raise setting_error("recipe", path, rule, fix=f"start from {_STARTING_POINT}")
     return {str(key): value for key, value in tree.items()}
+
+
+_OTHER_BASE = re.compile(r"[+-]?(0[0-7_]+|\d+(:\d+)+(\.\d*)?)")
+"""Numbers that YAML 1.1 reads in base 8 or 60."""
+
+
+def _check_decimal(path: Path) -> None:
+    """Raise UserError for a number such as 010 or 1:30 in a file, which YAML would read in base 8 or 60."""
+    text = path.read_text()
+    if not re.search(rf"[\s\[{{,]{_OTHER_BASE.pattern}\s*([,\]}}#]|$)", text, re.MULTILINE):
+        return  # nothing looks like one, so that the file need not be parsed again
+    nodes = [yaml.compose(text)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            nodes += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif node.style is None and _OTHER_BASE.fullmatch(node.value):
+            rule = f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number in base 8 or 60"
+            fix = f"write it in decimal, or with quotes if it is text: '{node.value}'"
+            raise setting_error("recipe", path, rule, fix=fix)
 
 
 def keys_of_sections(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -196,7 +220,7 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{origin}: not a configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: not a configuration")
@@ -224,7 +248,7 @@ def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
     fields = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:

@@ -286,7 +286,7 @@ class FsdpSection:
         "FSDP units: block (those that the recipe lists), size:<parameters>, or package.module:function",
         pattern=r"block|size:0*[1-9][\d_]*|[\w.]+:\w+",
         form="block, size:<parameters>, or package.module:function",
-        example="size:100000000",
+        example="block",
     )
     reshard_after_forward: Resharding = declare(
         "default",
