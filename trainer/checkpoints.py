@@ -1,8 +1,7 @@
-"""List, verify and compare the checkpoints of a run.
+"""List and verify the checkpoints of a run.
 
     python -m trainer.checkpoints <run folder>                  list steps, sizes, ages and meshes; check sizes
     python -m trainer.checkpoints <run folder> --verify         check every checksum
-    python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
     python -m trainer.checkpoints <run folder> --torch-metadata make them readable by torch's own FileSystemReader
 
 Only the last form writes anything: a file `.metadata` in each checkpoint that has none.  The command exits with 1 if a
@@ -14,16 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 
-import torch
-from rich.console import Console
-from rich.text import Text
-
 from trainer.checkpoint.find import find_checkpoints, is_checkpoint
-from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.manifest import (
     checkpoint_name,
     find_damage,
@@ -33,25 +27,18 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.retention import best_step
 from trainer.checkpoint.storage import MANIFEST, Damaged, Storage, open_storage, split_parent
 from trainer.checkpoint.torch_metadata import TORCH_METADATA, add_torch_metadata
-from trainer.checkpoint.weights import StoredWeights
-from trainer.config.changes import compare_stored
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     CommandParser,
     UserError,
     print_stdout,
-    printable,
     run_command,
-    setting_error,
 )
-from trainer.tables import table_lines, terminal_width
+from trainer.tables import table
 
 _MAX_LISTINGS = 10
 """Maximum number of times to list a folder.  Listing is repeated until it finds no new checkpoints."""
-
-_BLOCK_BYTES = 64 << 20
-"""Bytes of each tensor to read at a time when two checkpoints are compared."""
 
 
 @dataclass
@@ -130,56 +117,6 @@ def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
     return entry
 
 
-@dataclass
-class TensorChange:
-    """How one tensor differs between two checkpoints."""
-
-    key: str
-    before: str
-    """Dtype and shape, or `absent`."""
-    after: str
-    norm_before: float | None = None
-    norm_after: float | None = None
-    relative: float | None = None
-    """Norm of the difference, divided by `norm_before`; None if that is zero, or if the shapes or dtypes differ."""
-
-
-def compare_tensors(first: StoredWeights, second: StoredWeights) -> Iterator[TensorChange]:
-    """Yield each tensor that differs between two checkpoints or is in only one.  Reads one block of rows at a time."""
-    for key in [*first.layout, *(key for key in second.layout if key not in first.layout)]:
-        before, after = first.layout.get(key), second.layout.get(key)
-        if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
-            yield TensorChange(key, _shape_of(before), _shape_of(after))
-            continue
-        squares = torch.zeros(3, dtype=torch.float64)
-        is_same = True
-        for start, stop in _row_blocks(before):
-            x, y = first.read_stored(key, start, stop), second.read_stored(key, start, stop)
-            is_same = is_same and torch.equal(x, y)
-            x, y = x.double(), y.double()
-            squares += torch.stack([x.square().sum(), y.square().sum(), (y - x).square().sum()])
-        if not is_same:
-            norms = squares.sqrt().tolist()
-            relative = norms[2] / norms[0] if norms[0] else None
-            yield TensorChange(key, _shape_of(before), _shape_of(after), norms[0], norms[1], relative)
-
-
-def _row_blocks(stored: StoredTensor) -> Iterator[tuple[int, int | None]]:
-    if not stored.shape or not stored.num_bytes:
-        yield 0, None
-        return
-    rows_per_block = max(1, _BLOCK_BYTES * stored.shape[0] // stored.num_bytes)
-    for start in range(0, stored.shape[0], rows_per_block):
-        yield start, min(start + rows_per_block, stored.shape[0])
-
-
-def _shape_of(stored: StoredTensor | None) -> str:
-    if stored is None:
-        return "absent"
-    dtype = str(stored.dtype).removeprefix("torch.")
-    return f"{dtype} {'x'.join(map(str, stored.shape)) or 'scalar'}"
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # The command line
 
@@ -189,8 +126,6 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m trainer.checkpoints", description=__doc__)
     parser.add_argument("run_dir", help="a run folder, or a folder or URL with checkpoints")
     parser.add_argument("--verify", action="store_true", help="check every checksum")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two steps (or paths)")
-    parser.add_argument("--all", action="store_true", help="with --diff: include the optimizer's tensors")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--torch-metadata",
@@ -202,15 +137,12 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    if is_checkpoint(options.run_dir) and not options.diff:  # a single checkpoint, not a folder of checkpoints
+    if is_checkpoint(options.run_dir):  # a single checkpoint, not a folder of checkpoints
         folder, name = split_parent(options.run_dir)
         storage = open_storage(folder)
         entries = [_entry(storage, name, options.verify)]
     else:
         storage = find_checkpoints(options.run_dir)
-        if options.diff:
-            _show_diff(storage, options.diff, as_json=options.json, all_parts=options.all)
-            return EXIT_FINISHED
         entries = list_checkpoints(storage, options.verify)
     if options.torch_metadata:
         for entry in entries:
@@ -220,12 +152,11 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         print_stdout(json.dumps([asdict(entry) for entry in entries]))
     else:
-        _show_list(storage, entries)
+        _print_list(storage, entries)
     return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
 
 
-def _show_list(storage: Storage, entries: Sequence[CheckpointEntry]) -> None:
-    console = Console(highlight=False)
+def _print_list(storage: Storage, entries: Sequence[CheckpointEntry]) -> None:
     has_loss = any(entry.evaluation for entry in entries)
     headers = ["checkpoint", "size", "age", "mesh", "torch", *(["held-out loss"] if has_loss else []), "state"]
     rows = []
@@ -233,61 +164,11 @@ def _show_list(storage: Storage, entries: Sequence[CheckpointEntry]) -> None:
         size = "" if entry.bytes is None else _size(entry.bytes)
         loss = f"{entry.evaluation['loss']:.4f}{' best' * entry.is_best}" if "loss" in entry.evaluation else ""
         cells = [entry.name, size, _age(entry.created), entry.mesh, entry.torch, *([loss] if has_loss else [])]
-        rows.append([*map(printable, cells), entry.state])
-    console.print(Text(printable(str(storage)), style="bold"), soft_wrap=True)
-    for line in table_lines(headers, rows, text_columns=(0, *range(3, len(headers)))):
-        console.print(Text(line), soft_wrap=True)
+        rows.append([*cells, entry.state])
+    print_stdout(f"{storage}\n{table(headers, rows, text_columns=(0, *range(3, len(headers))))}")
     for entry in entries:
-        for note in entry.notes:
-            console.print(f"  {note}", style="yellow", soft_wrap=True)
-        for line in entry.damage:
-            console.print(Text(printable(f"  {line}"), style="red"), soft_wrap=True)
-
-
-def _show_diff(storage: Storage, names: Sequence[str], as_json: bool, all_parts: bool) -> None:
-    before, after = (StoredWeights(_find_checkpoint(storage, name)) for name in names)
-    configuration = compare_stored(before.config_yaml, after.config_yaml)
-    changes = list(compare_tensors(before, after))
-    if as_json:
-        print_stdout(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))
-        return
-    console = Console(highlight=False)
-    console.print(f"configuration: {len(configuration)} keys differ", style="bold")
-    for line in configuration:
-        console.print(Text(printable(f"  {line}")), soft_wrap=True)
-    shared = before.layout.keys() & after.layout.keys()
-    for part in sorted({key.partition(".")[0] for key in before.layout.keys() | after.layout.keys()}):
-        part_changes = [change for change in changes if change.key.startswith(f"{part}.")]
-        num_same = sum(key.startswith(f"{part}.") for key in shared) - sum(
-            change.key in shared for change in part_changes
-        )
-        heading = f"{part}: {len(part_changes)} tensors differ, {num_same} are bit-identical"
-        console.print(Text(printable(heading), style="bold"))
-        if part_changes and (part == "model" or all_parts):
-            for line in _change_lines(part_changes):
-                console.print(Text(printable(line)), soft_wrap=True)
-
-
-def _change_lines(changes: Sequence[TensorChange]) -> Iterator[str]:
-    """Yield a table of changed tensors, line by line.  Values are never truncated, even on a narrow terminal."""
-    rows = []
-    for change in changes:
-        numbers = (change.norm_before, change.norm_after, change.relative)
-        before, after, relative = ("" if n is None else f"{n:.4g}" for n in numbers)
-        shape = change.before if change.after == change.before else f"{change.before} -> {change.after}"
-        rows.append([change.key, before, after, relative, shape])
-    headers = ["tensor", "norm before", "after", "change", "shape"]
-    for line in table_lines(headers, rows, terminal_width() - 2, text_columns=(0, 4)):
-        yield f"  {line}"
-
-
-def _find_checkpoint(storage: Storage, name: str) -> Storage:
-    if name.isdecimal():
-        steps = list_steps(storage)
-        if int(name) not in steps:
-            raise setting_error("--diff", name, f"must be an existing step: {', '.join(map(str, steps))}")
-        return storage / f"step_{int(name):08d}"
-    return storage / name if name in storage.names() else open_storage(name)
+        for line in (*entry.notes, *entry.damage):
+            print_stdout(f"  {line}")
 
 
 def _size(num_bytes: int) -> str:

@@ -1,6 +1,6 @@
 """Exceptions, exit codes, error messages, a wrapper for commands, and redaction of secrets in printed or stored text.
 
-This module imports only `stopping` and `tables`, so nearly every other module may import it.  Text for a terminal, a
+This module imports only `stopping`, so nearly every other module may import it.  Text for a terminal, a
 log or a shared file passes through `printable` or `redact`, which mask credentials; `printable` also removes terminal
 control sequences.
 
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from trainer.stopping import stop
-from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -114,10 +113,6 @@ class CommandParser(argparse.ArgumentParser):
         """Print the message and exit with `EXIT_USER_ERROR`."""
         print_stderr(f"error: {message}\n  to fix: see {self.prog} --help")
         raise SystemExit(EXIT_USER_ERROR)
-
-    def format_help(self) -> str:
-        """Return the help text, wrapped to the width of the terminal if stdout is one."""
-        return fit_to_width(super().format_help(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
 
     def add_allow_import(self) -> None:
         """Add `--allow-import`, which permits importing, and so running, a module that a checkpoint names."""

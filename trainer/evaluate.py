@@ -2,95 +2,80 @@
 
     python -m trainer.evaluate <run, checkpoint or Hugging Face folder> [section.key=value ...] [nproc=N] [--json]
 
-    python -m trainer.evaluate <any of these> --lm-eval TASK,... [--tasks FOLDER] [--json]  with lm-evaluation-harness
-
 A run is evaluated with its own settings, by default on one rank.  Any key can be overridden: data.eval_path selects
-other data, and eval.steps=0 evaluates on all of it.  --lm-eval evaluates on tasks of the lm_eval library, or on tasks
-defined by the YAML files in a folder; a run is first exported to a temporary folder, with its adapters merged.
+other data, and eval.steps=0 evaluates on all of it.  --allow-import M allows importing module M if the run refers to
+it; it may be repeated.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import run
-from trainer.config.changes import stored_value
 from trainer.config.command_line import parse, split_allow_import
 from trainer.config.files import check_imports, read_stored
-from trainer.config.load import load_config
+from trainer.config.keys import declared_keys
+from trainer.config.load import Layer, command_line_layer, load_layers, stored_layer
+from trainer.config.messages import unknown_option_error
 from trainer.config.model_folder import check_weights, find_native
 from trainer.config.requirements import check_requirements, likely_device
 from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig
 from trainer.config.weights import local_model_path, locate
-from trainer.distributed.environment import Environment, die_with_parent, find_environment, limit_spinning
-from trainer.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_STOPPED,
-    TrainingFailed,
-    UserError,
-    choice_error,
-    print_stdout,
-    run_command,
-    setting_error,
-)
-from trainer.files import temporary_folder
-from trainer.lifecycle.launch import spawn
+from trainer.distributed.environment import Environment
+from trainer.errors import EXIT_FINISHED, EXIT_STOPPED, UserError, print_stdout, setting_error
 from trainer.metrics.record import Record, logged_names
-from trainer.registry import add_working_directory_to_sys_path
-from trainer.stopping import stop
-from trainer.tables import table_lines
+from trainer.tables import table
 
 if TYPE_CHECKING:
     from trainer.checkpoint.weights import StoredWeights
     from trainer.trainer import Trainer
 
-_EVALUATION_OVERRIDES = {
+_EVALUATION: dict[str, Any] = {
     "run.dir": str(Path(tempfile.gettempdir()) / "meshtrainer-evaluate"),  # never created
-    "mesh.replicate": "1",
-    "mesh.shard": "-1",
-    "mesh.context": "1",
-    "mesh.expert": "1",
-    "run.on_end": "null",
+    "run.on_end": None,
+    "mesh.replicate": 1,
+    "mesh.shard": -1,
+    "mesh.context": 1,
+    "mesh.expert": 1,
+    "eval.every": 1,
     "checkpoint.resume": "none",
-    "checkpoint.dir": "null",
+    "checkpoint.dir": None,
     "log.wandb": "off",
-    "log.tensorboard": "false",
-    "log.trackers": "[]",
-    "log.prometheus": "null",
-    "log.profile_steps": "null",
+    "log.tensorboard": False,
+    "log.trackers": [],
+    "log.prometheus": None,
+    "log.profile_steps": None,
 }
 """Settings that replace the run's own: an evaluation can run on any number of ranks, and stores no results."""
 
-
-_DISPLAYED_PATH_OPTION = "--shown-as"
-"""Internal option for spawned ranks: the path to display for the weights, instead of the pinned path that they read."""
+_PINNED = "MESHTRAINER_PINNED_CHECKPOINT"
+"""Environment variable with the folder in which ranks find the files of the checkpoint, which the process that starts
+them holds open: a run that is training may delete the checkpoint before they have read it."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model to evaluate.
 
-    weights: the path of its weights, to display.
+    path: where it is, as the user has written it.
     step: the training step of the weights; None for a Hugging Face folder.
     stored: the open checkpoint; None for a Hugging Face folder.
     """
 
     config: RunConfig
-    weights: str
-    step: int | None
+    path: str
+    step: int | None = None
     stored: StoredWeights | None = None
 
 
@@ -99,71 +84,71 @@ def find_subject(
 ) -> Subject:
     """Return the model at `path`: a run (its newest checkpoint), a checkpoint, or a Hugging Face folder.
 
-    A Hugging Face folder is evaluated with the default settings and the overrides, and needs no training data.
-
     allow_import: the modules that a checkpoint's configuration may import.
     stack: if given, the checkpoint stays readable until the stack closes, even if the run prunes the checkpoint.
 
     Raises UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
+    command_line = command_line_layer(overrides)
+    location = locate(os.environ.get(_PINNED) or local_model_path(path))
+    if location.kind == "huggingface":
+        return Subject(_config_of_folder(location.path, command_line), path)
+
     from trainer.checkpoint.storage import PinnedStorage
     from trainer.checkpoint.weights import open_checkpoint
 
-    path = local_model_path(path)
-    source, location = None, locate(path)
-    override_keys = {override.partition("=")[0] for override in overrides}
-    if location.kind == "huggingface":
-        folder = location.path
-        if "model.fresh" not in override_keys:
-            check_weights(folder, "path")
-        native = find_native(folder)
-        model = {"name": native[0].name} if native else {"name": "hf", "path": folder}
-        data = {"tokenizer": folder} if (Path(folder) / "tokenizer.json").is_file() else {}
-        config_yaml, weights, step = json.dumps({"model": model, "data": data}), folder, None
-        defaults = {"train.init_from": folder if native else "null"}
-        eval_path = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
-        # Some sources require data.path; an evaluation never opens it.
-        defaults |= {} if eval_path is None else {"data.path": eval_path}
+    stored = open_checkpoint(location.path)
+    check_imports(read_stored(stored.config_yaml), command_line.values, allow_import)
+    weights = str(stored.storage)
+    if stack is not None and isinstance(stored.storage, PinnedStorage):
+        weights = stack.enter_context(stored.storage.linked_folder())
+        os.environ[_PINNED] = weights
+        stack.callback(os.environ.pop, _PINNED)
+    return Subject(_config_of_checkpoint(stored, weights, command_line), path, stored.manifest.step, stored)
+
+
+def _config_of_folder(folder: str, command_line: Layer) -> RunConfig:
+    """Return the configuration for evaluating a Hugging Face folder: the defaults and the command line."""
+    if "model.fresh" not in command_line.values:
+        check_weights(folder, "path")
+    # Some sources require data.path; an evaluation never opens it.
+    values = {**_EVALUATION, "data.path": command_line.values.get("data.eval_path")}
+    native = find_native(folder)
+    if native is None:
+        values |= {"model.name": "hf", "model.path": folder}
     else:
-        source = open_checkpoint(location.path)
-        config_yaml, weights, step = source.config_yaml, str(source.storage), source.manifest.step
-        storage = source.storage
-        weights_path = (
-            stack.enter_context(storage.linked_folder())
-            if stack and isinstance(storage, PinnedStorage)
-            else str(storage)
-        )
-        defaults = {"train.init_from": _init_from_value(source, weights_path)}
-        if "data.tokenizer" not in override_keys:
-            # Use the run's tokenizer, even if its base weights came with a different one.
-            stored_changes = stored_value(config_yaml, "checkpoint.allow_changes")
-            allowed = [*(stored_changes if isinstance(stored_changes, list) else []), "data.tokenizer"]
-            defaults["checkpoint.allow_changes"] = f"[{','.join(map(str, allowed))}]"
-    check_imports(read_stored(config_yaml), override_keys, allow_import)
-    evaluation_overrides = [
-        f"{key}={value}" for key, value in (_EVALUATION_OVERRIDES | defaults).items() if key not in override_keys
-    ]
-    with temporary_folder() as scratch:
-        file = scratch / "evaluation.yaml"
-        file.write_text(config_yaml, encoding="utf-8")
-        config = load_config(str(file), [*evaluation_overrides, *overrides])
-        if not config.eval.every:  # the run itself does not evaluate
-            config = load_config(str(file), [*evaluation_overrides, *overrides, "eval.every=1"])
-    return Subject(config, weights, step, source)
+        values |= {"model.name": native[0].name, "train.init_from": folder}
+    if (Path(folder) / "tokenizer.json").is_file():
+        values["data.tokenizer"] = folder
+    return load_layers([Layer("evaluation", values), command_line], "evaluation").config
 
 
-def _init_from_value(source: StoredWeights, path: str) -> str:
-    """Return the value of `train.init_from` for evaluating the checkpoint at `path`.
+def _config_of_checkpoint(stored: StoredWeights, weights: str, command_line: Layer) -> RunConfig:
+    """Return the configuration for evaluating a checkpoint: what its run has stored, but for `_EVALUATION`.
+
+    weights: the path of the checkpoint's files.
+    """
+    of_run = stored_layer(stored.config_yaml, stored.description)
+    values = {**_EVALUATION, "train.init_from": _init_from(stored, of_run, weights)}
+    if "data.tokenizer" not in command_line.values:
+        # Use the run's tokenizer, even if its base weights came with a different one.
+        allowed = of_run.values.get("checkpoint.allow_changes") or []
+        values["checkpoint.allow_changes"] = [*allowed, "data.tokenizer"]
+    return load_layers([of_run, Layer("evaluation", values), command_line], "evaluation").config
+
+
+def _init_from(stored: StoredWeights, of_run: Layer, weights: str) -> str | None:
+    """Return the value of `train.init_from` for evaluating a checkpoint whose files are at `weights`.
 
     If the checkpoint refers to weights stored elsewhere (those under its adapters, or its reference model), return
-    their path, or null if they come with the model or are random.  Otherwise return `path`.
+    their path, or None if they come with the model or are random.  Otherwise return `weights`.
     """
     from trainer.weights.adapters import BASE, REFERENCE
 
-    external = next((source.parts[name] for name in (BASE, REFERENCE) if name in source.parts), None)
+    external = next((stored.parts[name] for name in (BASE, REFERENCE) if name in stored.parts), None)
     if external is None:
-        return path
-    return str(external["path"] or "null") if stored_value(source.config_yaml, "train.init_from") else "null"
+        return weights
+    return (external["path"] or None) if of_run.values.get("train.init_from") else None
 
 
 def for_evaluation(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -255,27 +240,23 @@ class EvaluationStats:
         return f"{line}\n{self.data_note}" if self.data_note else line
 
 
-def as_table(subject: Subject, record: Record, stats: EvaluationStats | None = None) -> str:
-    """Return the evaluation as a table: a line for each source of a mixture, one for all data, and other metrics."""
-    bits_per_byte = record.get("bits_per_byte")
-    headers = ("", "loss", *(["bits per byte"] if bits_per_byte is not None else []))
+def as_table(subject: Subject, record: Record, stats: EvaluationStats) -> str:
+    """Return the evaluation as text: a line for each source of a mixture, one for all data, and other metrics."""
+    has_bytes = record.get("bits_per_byte") is not None
     source_losses = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
-    rows = [
-        (name, _number(value), *([""] if bits_per_byte is not None else [])) for name, value in source_losses.items()
-    ]
-    total = (
-        "all" if source_losses else "",
-        _number(record["loss"]),
-        *([_number(bits_per_byte)] if bits_per_byte is not None else []),
-    )
-    lines = table_lines(headers, [*rows, total])
+    rows = [[name, _number(value), ""] for name, value in source_losses.items()]
+    rows.append(["all" if source_losses else "", _number(record["loss"]), _number(record.get("bits_per_byte"))])
+    headers = ["", "loss", "bits per byte"]
+    if not has_bytes:
+        headers, rows = headers[:2], [row[:2] for row in rows]
+    step = "" if subject.step is None else f" (step {subject.step})"
+    parts = [f"{subject.path}{step}", stats.summary(subject.config), table(headers, rows)]
     path = subject.config.data.path
     logged = logged_names(record, path if isinstance(path, Mapping) else ())
     other_metrics = [(name, _number(record[name])) for name in logged if not name.startswith("loss_")]
-    lines += table_lines(("", ""), other_metrics) if other_metrics else []
-    step = "" if subject.step is None else f" (step {subject.step})"
-    notes = [] if stats is None else [stats.summary(subject.config)]
-    return "\n".join([f"{subject.weights}{step}", *notes, *lines])
+    if other_metrics:
+        parts.append(table(("", ""), other_metrics))
+    return "\n".join(parts)
 
 
 def _number(value: float | None) -> str:
@@ -294,7 +275,7 @@ def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
         if key != "kind"
     }
     sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}
-    return json.dumps({"weights": subject.weights, **metrics, "step": subject.step, **sizes})
+    return json.dumps({"weights": subject.path, **metrics, "step": subject.step, **sizes})
 
 
 def _show(subject: Subject, prints_json: bool, trainer: Trainer) -> int:
@@ -308,129 +289,46 @@ def _show(subject: Subject, prints_json: bool, trainer: Trainer) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# lm-evaluation-harness
-
-
-def lm_eval(path: str, tasks: Sequence[str], task_folder: str | None = None) -> dict[str, Any]:
-    """Evaluate a run, a checkpoint or a Hugging Face folder with the lm_eval library, and return its results.
-
-    A checkpoint is first exported to a temporary folder, with its adapters merged.
-
-    task_folder: a folder of YAML files that define further tasks.
-
-    Raises UserError if the library is missing or does not know a task.
-    """
-    if importlib.util.find_spec("lm_eval") is None:
-        fix = "pip install 'meshtrainer[lm-eval]'"
-        raise setting_error("--lm-eval", ",".join(tasks), "needs the lm_eval library", fix=fix)
-    from trainer.export import export_checkpoint
-
-    harness, task_module = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
-    manager = task_module.TaskManager(include_path=task_folder)
-    for task in tasks:
-        if not manager.match_tasks([task]):
-            raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
-    with temporary_folder() as exported:
-        location = locate(local_model_path(path))
-        model_folder = location.path
-        if location.kind != "huggingface":
-            model_folder = str(exported / "model")
-            export_checkpoint(path, model_folder, merge=True)
-        settings = {"pretrained": model_folder, "dtype": "float32"}
-        device = likely_device("auto")  # lm_eval defaults to a GPU, even on a machine without one
-        results = harness.simple_evaluate("hf", settings, tasks=[*tasks], device=device, task_manager=manager)
-    return dict(results)
-
-
-def _show_lm_eval(argv: Sequence[str], tasks: Sequence[str], task_folder: str | None) -> int:
-    path, extra = _split_path(argv)
-    if extra:
-        raise UserError(f"{extra[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
-    results = lm_eval(path, tasks, task_folder)
-    if "--json" in argv:
-        print_stdout(json.dumps({"weights": path, "results": results["results"]}, default=str))
-    else:
-        print_stdout(importlib.import_module("lm_eval.utils").make_table(results))
-    return EXIT_FINISHED
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # Command line
+
+_OPTIONS = ("--json", "--allow-import", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.  User errors are printed once, without a traceback."""
-    remaining = sys.argv[1:] if argv is None else list(argv)
-    if {"-h", "--help"} & set(remaining):
+    words = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(words):
         print_stdout(__doc__.rstrip())
         return EXIT_FINISHED
-    add_working_directory_to_sys_path()
-    tasks, remaining = _pop_option(remaining, "--lm-eval")
-    task_folder, remaining = _pop_option(remaining, "--tasks")
-    if tasks is not None:
-        return run_command(lambda: _show_lm_eval(remaining, tasks.split(","), task_folder))
-    displayed_path, remaining = _pop_option(remaining, _DISPLAYED_PATH_OPTION)
-    with stop.hearing_signals(run.stopped_exit_code, note=run.STOPPED_NOTE), ExitStack() as stack:
-        return _evaluate(remaining, displayed_path, stack)
+    return run.start(words, lambda env, stack: _prepare(words, env, stack))
 
 
-def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack) -> int:
-    """Evaluate on the requested number of ranks, and return the exit code.
-
-    displayed_path: the value of `_DISPLAYED_PATH_OPTION`.
-    """
-    limit_spinning()
-    env = Environment()
-    try:
-        env = find_environment()
-        if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
-            die_with_parent(True)
-        arguments_left, allow_import = split_allow_import(argv)
-        path, settings = _split_path(arguments_left)
-        arguments = parse(settings)
-        # Pin the checkpoint only if this process spawns the ranks: a launcher's ranks must all use the same path.
-        pinning_stack = None if env.is_distributed else stack
-        subject = find_subject(path, arguments.overrides, allow_import, pinning_stack)
-        subject = subject if displayed_path is None else replace(subject, weights=displayed_path)
-        is_spawning = run.should_spawn(arguments.nproc, env)
-        sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
-        check_config(subject.config, *(size or 1 for size in sizes))
-        check_requirements(subject.config, likely_device(subject.config.run.device))
-    except UserError as error:
-        return run.report_error(error, env)
-    except OSError as error:
-        return run.report_error(run.unusable_path_error(error, argv), env)
-    except TrainingFailed as error:
-        return run.report_error(error, env, EXIT_FAILED)
-    if is_spawning:
-        from trainer.checkpoint.storage import PinnedStorage
-
-        if subject.stored is not None and isinstance(subject.stored.storage, PinnedStorage):
-            # All ranks must read the checkpoint that this process has pinned.
-            pinned_path = stack.enter_context(subject.stored.storage.linked_folder())
-            argv = [pinned_path if word == path else word for word in argv] + [
-                f"{_DISPLAYED_PATH_OPTION}={subject.weights}"
-            ]
-        return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *argv], subject.config)
-    from trainer.trainer import Trainer
-
-    trainer_class = for_evaluation(subject.config.trainer_class(Trainer))
-    return run.run_trainer(subject.config, trainer_class, partial(_show, subject, "--json" in argv))
+def _prepare(argv: Sequence[str], env: Environment, stack: ExitStack) -> run.Task:
+    """Find the model, and check the configuration of its evaluation."""
+    words, allow_import = split_allow_import(argv)
+    prints_json = "--json" in words
+    path, settings = _split_path([word for word in words if word != "--json"])
+    arguments = parse(settings)
+    if arguments.options:
+        raise unknown_option_error(min(arguments.options), _OPTIONS, declared_keys())
+    nproc = run.ranks_to_start(arguments.nproc, env)
+    # Only the process that the user has started pins a checkpoint: the ranks of a launcher must all use the same path.
+    subject = find_subject(path, arguments.overrides, allow_import, None if env.is_distributed else stack)
+    config = subject.config
+    num_ranks, num_local_ranks = (nproc, nproc) if nproc else (env.world_size, env.local_world_size)
+    check_config(config, num_ranks, num_local_ranks)
+    check_requirements(config, likely_device(config.run.device))
+    return run.Task(
+        config,
+        trainer_class=lambda default: for_evaluation(config.trainer_class(default)),
+        action=partial(_show, subject, prints_json),
+        nproc=nproc,
+        program=["-m", "trainer.evaluate", *argv],
+    )
 
 
-def _pop_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the value of the option `name`, or None if it is absent, and the other arguments."""
-    for index, word in enumerate(argv):
-        if word == name and index + 1 < len(argv):
-            return argv[index + 1], [*argv[:index], *argv[index + 2 :]]
-        if word.startswith(f"{name}="):
-            return word.removeprefix(f"{name}="), [*argv[:index], *argv[index + 1 :]]
-    return None, list(argv)
-
-
-def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the path (the only argument that is neither an option nor a setting), and the rest without --json."""
-    words = [word for word in argv if word != "--json"]
+def _split_path(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the path, which is the only argument that is neither an option nor a setting, and the others."""
     settings = [word for word in words if "=" in word and "/" not in word.partition("=")[0]]
     paths = [word for word in words if not word.startswith("-") and word not in settings]
     if len(paths) != 1:

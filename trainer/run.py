@@ -11,13 +11,13 @@ import contextlib
 import gc
 import importlib
 import os
-import shutil
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,12 +26,12 @@ from trainer.config.command_line import (
     ALLOW_IMPORT,
     USAGE,
     Arguments,
-    completion_script,
     full_help,
     missing_recipe_error,
     parse,
     recipe_list,
 )
+from trainer.config.derive import Loaded
 from trainer.config.load import load, load_config
 from trainer.config.parallel import smallest_mesh
 from trainer.config.requirements import check_requirements, likely_device
@@ -59,13 +59,11 @@ from trainer.errors import (
     nearest,
     print_stderr,
     print_stdout,
-    run_command,
     setting_error,
 )
 from trainer.lifecycle.launch import dry_run_config, spawn
 from trainer.registry import add_working_directory_to_sys_path
 from trainer.stopping import stop
-from trainer.tables import fit_to_width
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -73,57 +71,84 @@ if TYPE_CHECKING:
 _REPORT_DELAY_S = 2.0
 """Seconds that all ranks but 0 wait before they exit on an error that all ranks raise, so that rank 0 can report it."""
 
-STOPPED_NOTE = "run the same command again"
-"""What to do if a signal has ended this process before there was anything to save."""
-
-
-def stopped_exit_code(number: int) -> int:
-    """Return the exit code of a run or an evaluation that a signal has ended."""
-    return EXIT_STOPPED
-
 
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
     """Run the command line and return the exit code.  User errors are printed once, without a traceback.
 
-    trainer: a custom Trainer class, which replaces the recipe's.
+    trainer: a custom Trainer class, which replaces the model spec's or the objective's.
     """
-    with stop.hearing_signals(stopped_exit_code, note=STOPPED_NOTE):
-        return _main(argv, trainer)
+    words = list(sys.argv[1:] if argv is None else argv)
+    return start(words, lambda env, stack: _prepare(parse(words), env, stack, trainer))
 
 
-def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
-    start_time = time.time()
-    install_redaction()
-    add_working_directory_to_sys_path()
-    limit_spinning()
-    use_expandable_segments()
-    env = Environment()
-    try:
-        env = find_environment()
-        check_rendezvous(env)
-        if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
-            die_with_parent(True)
-        arguments = parse(sys.argv[1:] if argv is None else argv)
-        config = _load(arguments, env)
-        if config is None:
+@dataclass(frozen=True)
+class Task:
+    """What a command does on ranks.
+
+    config: the configuration of the Trainer on each rank.
+    trainer_class: returns the class of the Trainer, given `Trainer` itself, which is imported on the ranks only.
+    action: called with the Trainer; returns the exit code.
+    nproc: number of ranks for this process to start; None if it is a rank itself.
+    program: the arguments of the Python interpreter on each rank that this process starts.
+    """
+
+    config: RunConfig
+    trainer_class: Callable[[type[Trainer]], type[Trainer]]
+    action: Callable[[Trainer], int]
+    nproc: int | None
+    program: Sequence[str]
+
+
+def start(argv: Sequence[str], prepare: Callable[[Environment, ExitStack], Task | None]) -> int:
+    """Run a command that trains or evaluates: prepare it, then start its ranks or run as one; return the exit code.
+
+    User errors are printed once, however many ranks a launcher has started.
+
+    argv: the command line, for messages.
+    prepare: loads and checks the configuration; returns None if there is nothing left to do.  What it enters into the
+        stack is closed when the command ends.
+    """
+    hearing_signals = stop.hearing_signals(lambda number: EXIT_STOPPED, note="run the same command again")
+    with hearing_signals, ExitStack() as stack:
+        start_time = time.time()
+        install_redaction()
+        add_working_directory_to_sys_path()
+        limit_spinning()
+        use_expandable_segments()
+        env = Environment()
+        try:
+            env = find_environment()
+            check_rendezvous(env)
+            if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
+                die_with_parent(True)
+            task = prepare(env, stack)
+        except UserError as error:
+            return report_error(error, env)
+        except TrainingFailed as error:
+            return report_error(error, env, EXIT_FAILED)
+        except OSError as error:
+            return report_error(_unusable_path_error(error, argv), env)
+        if task is None:
             return EXIT_FINISHED
-        is_spawning = should_spawn(arguments.nproc, env)
-        _check(config, arguments.nproc or 1, env, is_spawning, has_custom_trainer=trainer is not None)
-    except UserError as error:
-        return report_error(error, env)
-    except OSError as error:
-        return report_error(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
-    record_start_time(start_time)
-    is_dry_run = arguments.has_option("--dry-run")
-    action = partial(_dry_run, config) if is_dry_run else lambda trainer: trainer.fit()
-    with dry_run_config(config, env) if is_dry_run else contextlib.nullcontext(config) as config:
-        if is_spawning:
-            os.environ[hub.PINS] = hub.pins_for_children()
-            return spawn(arguments.nproc or 1, _worker_command(arguments, trainer), config)
-        return run_trainer(config, trainer, action)
+        record_start_time(start_time)
+        if task.nproc is None:
+            return run_trainer(task)
+        os.environ[hub.PINS] = hub.pins_for_children()
+        return spawn(task.nproc, task.program, task.config)
 
 
-def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
+def ranks_to_start(nproc: int | None, env: Environment) -> int | None:
+    """Return how many ranks this process must start; None if it is a rank itself.
+
+    Raises UserError if a launcher has already started a number of ranks other than `nproc`.
+    """
+    if nproc is not None and env.is_distributed and nproc != env.world_size:
+        rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
+        raise setting_error("nproc", nproc, rule, env.world_size)
+    return nproc if nproc is not None and nproc > 1 and not env.is_distributed else None
+
+
+def _unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
     """Return the error for a path that cannot be accessed, for example because permission is denied."""
     path = str(error.filename or "")
     settings = (word.partition("=") for word in argv)
@@ -134,101 +159,89 @@ def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
     return setting_error(key, path, f"cannot be used ({error.strerror})", fix=fix)
 
 
-def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
-    """Return the configuration to train with, or None if the command only prints something, like `--help`."""
+# ---------------------------------------------------------------------------------------------------------------
+# Before the ranks
+
+
+def _prepare(
+    arguments: Arguments, env: Environment, stack: ExitStack, trainer: type[Trainer] | None = None
+) -> Task | None:
+    """Load and check the configuration.  Returns None if the command only prints something, like `--help`."""
     recipe, overrides = arguments.recipe, arguments.overrides
     if arguments.has_option("--version"):
         print_stdout(f"meshtrainer {__version__}")
         return None
     if arguments.has_option("--help"):
-        text = full_help(
-            arguments.sections,
-            load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None,
-        )
-        print_stdout(fit_to_width(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
+        shown = load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None
+        print_stdout(full_help(arguments.sections, shown))
         return None
     if recipe is None:
         if overrides or arguments.options:
             raise missing_recipe_error(USAGE.partition("\n")[0], overrides)
         raise UserError(f"{USAGE}\n{recipe_list()}")
     loaded = load(recipe, overrides, arguments.allow_import)
-    config = loaded.config
     if arguments.has_option("--print-config"):
-        _check_before_printing(config, arguments.nproc, env)
-        from trainer.data.opening import is_untokenized, resolve_from_data
-
-        if config.data.path and not is_untokenized(config.data):  # token shards determine the number of steps
-            loaded.apply("the length of the data", resolve_from_data)
-        text = loaded.config.to_yaml(loaded.origins if arguments.has_option("--why") else None)
-        print_stdout(text, end="")
+        _check_before_printing(loaded.config, arguments.nproc, env)
+        _print_config(loaded, arguments.has_option("--why"))
         return None
-    if env.launcher != "nproc":  # with nproc, the parent process has already done this
-        for note in loaded.notes if env.rank == 0 else ():
+    if env.launcher != "nproc" and env.rank == 0:  # with nproc, the parent process has already done this
+        for note in loaded.notes:
             print_stderr(note)
-    return config
 
-
-def _worker_command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
-    """Return the Python interpreter's arguments for a rank: `trainer.run` or the user's script, and its options."""
-    program = ["-m", "trainer.run"]
-    if trainer is not None:
-        spec = getattr(sys.modules["__main__"], "__spec__", None)
-        program = ["-m", spec.name.removesuffix(".__main__")] if spec else [os.path.abspath(sys.argv[0])]
-    options = sorted(arguments.options) + [word for module in arguments.allow_import for word in (ALLOW_IMPORT, module)]
-    return [*program, f"recipe={arguments.recipe}", *arguments.overrides, *options]
-
-
-def should_spawn(nproc: int | None, env: Environment) -> bool:
-    """Return whether this process must start the ranks.
-
-    Raises UserError if a launcher has already started a number of ranks other than `nproc`.
-    """
-    if nproc is not None and env.is_distributed and nproc != env.world_size:
-        rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
-        raise setting_error("nproc", nproc, rule, env.world_size)
-    return nproc is not None and nproc > 1 and not env.is_distributed
-
-
-def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, has_custom_trainer: bool) -> None:
-    """Check the configuration and the data before a Trainer is built.  Raises UserError."""
-    num_ranks, num_local_ranks = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
-    _check_without_torch(config, num_ranks, num_local_ranks, env, has_custom_trainer)
-    if is_spawning and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
+    config = loaded.config
+    nproc = ranks_to_start(arguments.nproc, env)
+    num_ranks, num_local_ranks = (nproc, nproc) if nproc else (env.world_size, env.local_world_size)
+    check_config(config, num_ranks, num_local_ranks)
+    check_requirements(config, likely_device(config.run.device))
+    if config.spec.trainer is None and trainer is None:  # otherwise the data may be the Trainer's own
+        _check_data(config, opens_text=True, opens_shards=env.rank == 0)
+    if nproc and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
         check_sharding(config)  # imports torch and builds the model, so it is only called for these settings
 
+    action: Callable[[Trainer], int] = _train
+    if arguments.has_option("--dry-run"):
+        action = partial(_dry_run, config)
+        config = stack.enter_context(dry_run_config(config, env))
+    return Task(
+        config,
+        trainer_class=lambda default: trainer or config.trainer_class(default),
+        action=action,
+        nproc=nproc,
+        program=_program(arguments, trainer),
+    )
 
-def _check_without_torch(
-    config: RunConfig,
-    world_size: int,
-    local_world_size: int,
-    env: Environment,
-    has_custom_trainer: bool = False,
-    tokenizes: bool = True,
-) -> None:
-    """Check that the settings are consistent, the required libraries and compilers exist, and the data can be read.
 
-    tokenizes: whether to tokenize text that has not been tokenized yet; all ranks share this work.
+def _print_config(loaded: Loaded, explains: bool) -> None:
+    """Print the configuration as YAML, with the number of steps if that is known without tokenizing text."""
+    from trainer.data.opening import is_untokenized, resolve_from_data
+
+    if loaded.config.data.path and not is_untokenized(loaded.config.data):
+        loaded.apply("the length of the data", resolve_from_data)
+    print_stdout(loaded.config.to_yaml(loaded.origins if explains else None), end="")
+
+
+def _check_data(config: RunConfig, opens_text: bool, opens_shards: bool) -> None:
+    """Check without torch that the data can be read, which tokenizes text.
+
+    opens_text: whether to open text that has not been tokenized yet.  All ranks share this work.
+    opens_shards: whether to open other data.
 
     Raises UserError.
     """
     from trainer.data.mixture import make_order
     from trainer.data.opening import check_tokenizer, is_untokenized, open_source, resolve_from_data
 
-    check_config(config, world_size, local_world_size)
-    check_requirements(config, likely_device(config.run.device))
-    if config.spec.trainer is not None or has_custom_trainer:
+    if not (opens_text if is_untokenized(config.data) else opens_shards):
         return
-    is_untokenized_text = is_untokenized(config.data)  # all ranks share the work of tokenizing it
-    if tokenizes if is_untokenized_text else env.rank == 0:
-        source = open_source(config.data, config.vocab_size, "train")
-        check_tokenizer(source, config)
-        make_order(source, resolve_from_data(config))
-        if config.rows_per_sample == 1 and source.rows_per_sample > 1:  # the ordinary loss, but preference pairs
-            rule = "rejected responses would be trained on like chosen ones"
-            raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")
-        open_source(config.data, config.vocab_size, "eval")
+    source = open_source(config.data, config.vocab_size, "train")
+    check_tokenizer(source, config)
+    make_order(source, resolve_from_data(config))
+    if config.rows_per_sample == 1 and source.rows_per_sample > 1:  # the ordinary loss, but preference pairs
+        rule = "rejected responses would be trained on like chosen ones"
+        raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")
+    open_source(config.data, config.vocab_size, "eval")
 
 
 def _check_before_printing(config: RunConfig, nproc: int | None, env: Environment) -> None:
@@ -238,14 +251,66 @@ def _check_before_printing(config: RunConfig, nproc: int | None, env: Environmen
     """
     if config.data.source in ("tokens", "chat") and not config.data.path:
         config = replace(config, data=config.data.as_synthetic())
+    num_ranks = nproc or env.world_size
+    num_local_ranks = env.local_world_size if env.is_distributed else num_ranks
     if nproc is None and not env.is_distributed:
         smallest = smallest_mesh(config)
+        num_ranks, num_local_ranks = smallest.num_ranks, smallest.shard
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))
-        _check_without_torch(config, smallest.num_ranks, smallest.shard, env, tokenizes=False)
-    else:
-        num_ranks = nproc or env.world_size
-        local_world_size = env.local_world_size if env.is_distributed else num_ranks
-        _check_without_torch(config, num_ranks, local_world_size, env, tokenizes=False)
+    check_config(config, num_ranks, num_local_ranks)
+    check_requirements(config, likely_device(config.run.device))
+    if config.spec.trainer is None:
+        _check_data(config, opens_text=False, opens_shards=env.rank == 0)
+
+
+def _program(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
+    """Return the Python interpreter's arguments for a rank: `trainer.run` or the user's script, and its options."""
+    program = ["-m", "trainer.run"]
+    if trainer is not None:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        program = ["-m", spec.name.removesuffix(".__main__")] if spec else [os.path.abspath(sys.argv[0])]
+    options = sorted(arguments.options) + [word for module in arguments.allow_import for word in (ALLOW_IMPORT, module)]
+    return [*program, f"recipe={arguments.recipe}", *arguments.overrides, *options]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# On each rank
+
+
+def run_trainer(task: Task) -> int:
+    """Build a Trainer on this rank, do the task with it, and return the exit code."""
+    with without_garbage_collection():
+        from trainer.plan.forecast import is_out_of_memory
+        from trainer.trainer import Trainer
+
+        gc.freeze()  # never scan imported objects again: a full collection took 0.3 s
+    trainer = None
+    if find_environment().rank != 0:
+        warnings.simplefilter("ignore")  # rank 0 shows the warnings
+    try:
+        with without_garbage_collection():
+            trainer = task.trainer_class(Trainer)(task.config)
+        exit_code = task.action(trainer)
+        stop.is_ending = True
+        trainer.close()
+        return exit_code
+    except UserError as error:
+        if trainer is not None:
+            trainer.world.leave()
+        return report_error(error, find_environment())
+    except TrainingFailed as error:
+        return report_error(error, find_environment(), EXIT_FAILED)
+    except BaseException as error:
+        failure = None if trainer is None else trainer.run.failure
+        if failure is not None and failure.exit_code == EXIT_STOPPED:
+            return EXIT_STOPPED  # another rank was asked to stop before its first step
+        is_own = failure is None or trainer is None or trainer.world.monitor.is_own(failure, error)
+        if is_out_of_memory(error):
+            if text := _out_of_memory(error, task.config, is_built=trainer is not None):
+                print_stderr(text)
+        elif is_own and not isinstance(error, PeerFailed):
+            print_stderr(traceback.format_exc().rstrip())
+        return EXIT_FAILED
 
 
 def report_error(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
@@ -262,43 +327,8 @@ def report_error(error: UserError | TrainingFailed, env: Environment, exit_code:
     return exit_code
 
 
-def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: Callable[[Trainer], int]) -> int:
-    """Build a Trainer on this rank, call `action` with it, and return the exit code.
-
-    custom_class: a Trainer class that replaces the recipe's.
-    """
-    with without_garbage_collection():
-        from trainer.plan.forecast import is_out_of_memory
-        from trainer.trainer import Trainer
-
-        gc.freeze()  # never scan imported objects again: a full collection took 0.3 s
-    trainer = None
-    if find_environment().rank != 0:
-        warnings.simplefilter("ignore")  # rank 0 shows the warnings
-    try:
-        with without_garbage_collection():
-            trainer = (custom_class or config.trainer_class(Trainer))(config)
-        exit_code = action(trainer)
-        stop.is_ending = True
-        trainer.close()
-        return exit_code
-    except UserError as error:
-        if trainer is not None:
-            trainer.world.leave()
-        return report_error(error, find_environment())
-    except TrainingFailed as error:
-        return report_error(error, find_environment(), EXIT_FAILED)
-    except BaseException as error:
-        failure = None if trainer is None else trainer.run.failure
-        if failure is not None and failure.exit_code == EXIT_STOPPED:
-            return EXIT_STOPPED  # another rank was asked to stop before its first step
-        is_own = failure is None or trainer is None or trainer.world.monitor.is_own(failure, error)
-        if is_out_of_memory(error):
-            if text := _out_of_memory(error, config, is_built=trainer is not None):
-                print_stderr(text)
-        elif is_own and not isinstance(error, PeerFailed):
-            print_stderr(traceback.format_exc().rstrip())
-        return EXIT_FAILED
+def _train(trainer: Trainer) -> int:
+    return trainer.fit()
 
 
 def _dry_run(config: RunConfig, trainer: Trainer) -> int:
@@ -349,58 +379,31 @@ def exit_process(exit_code: int) -> NoReturn:
 
 COMMANDS = {
     "run": "trainer.run",
-    "init": "trainer.init.__main__",
-    "prepare": "trainer.prepare",
     "plan": "trainer.plan.__main__",
-    "checkpoints": "trainer.checkpoints",
+    "prepare": "trainer.prepare",
     "data": "trainer.data.__main__",
     "evaluate": "trainer.evaluate",
     "generate": "trainer.generate",
     "export": "trainer.export",
+    "checkpoints": "trainer.checkpoints",
     "report": "trainer.report.__main__",
+    "init": "trainer.init.__main__",
 }
 """Maps each subcommand of `meshtrainer` to the module with its `command_line` function."""
 
 
-_COMMANDS_OF_OTHER_TOOLS = {
-    **dict.fromkeys(("train", "fit", "launch", "start", "finetune", "sft", "resume"), "run"),
-    **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
-    **dict.fromkeys(("chat", "sample", "inference", "infer"), "generate"),
-    **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
-    **dict.fromkeys(("convert", "merge", "push", "upload"), "export"),
-    **dict.fromkeys(("new", "create", "scaffold"), "init"),
-    **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
-}
-"""Maps the names of similar commands in other tools to subcommands of `meshtrainer`."""
-
-
 def meshtrainer() -> NoReturn:
     """Run the command `meshtrainer`: a subcommand with its arguments, or the arguments of `run`."""
-    arguments = sys.argv[1:]
-    if arguments and arguments[0] in COMMANDS:
-        sys.argv[1:] = arguments[1:]
-        sys.exit(importlib.import_module(COMMANDS[arguments[0]]).command_line())
-    sys.exit(
-        run_command(lambda: _run_unknown_command(arguments))
-        if arguments and arguments[0].isidentifier()
-        else command_line()
-    )
-
-
-def _run_unknown_command(arguments: Sequence[str]) -> int:
-    """Run `completion`, which is not in `COMMANDS`; raise UserError for any other command."""
-    if arguments[0] == "completion":
-        print_stdout(completion_script(arguments[1] if len(arguments) > 1 else "", COMMANDS), end="")
-        return EXIT_FINISHED
-    if arguments[0] == "help":
-        raise UserError("meshtrainer help: no such command\n  did you mean meshtrainer --help?")
-    suggestion = _COMMANDS_OF_OTHER_TOOLS.get(arguments[0]) or nearest(arguments[0], [*COMMANDS, "completion"])
-    advice = (
-        f"did you mean meshtrainer {suggestion}?"
-        if suggestion
-        else f"the commands are: {', '.join([*COMMANDS, 'completion'])}"
-    )
-    raise UserError(f"meshtrainer {arguments[0]}: no such command\n  {advice}")
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in COMMANDS:
+        del sys.argv[1]
+        sys.exit(importlib.import_module(COMMANDS[name]).command_line())
+    if name.isidentifier():
+        suggestion = nearest(name, COMMANDS)
+        advice = f"did you mean meshtrainer {suggestion}?" if suggestion else f"the commands are: {', '.join(COMMANDS)}"
+        print_stderr(f"error: meshtrainer {name}: no such command\n  {advice}")
+        sys.exit(EXIT_USER_ERROR)
+    command_line()
 
 
 def command_line() -> NoReturn:

@@ -425,7 +425,7 @@ def test_requeued_job_that_started_over_continues(tmp_path: Path, monkeypatch: p
 
 @slow
 def test_checkpoints_command(two: SharedRun, tmp_path: Path) -> None:
-    """It lists, verifies and compares."""
+    """It lists and verifies."""
     folder = two.copy_to(tmp_path / "run", up_to=8)
     run(folder, *merged(two.overrides, ["train.steps=10", "optim.lr=1e-3", "nproc=1"]))
     code, listed = show_checkpoints(folder, "--json", "--verify")
@@ -433,12 +433,6 @@ def test_checkpoints_command(two: SharedRun, tmp_path: Path) -> None:
     entries = json.loads(listed)
     assert [(entry["step"], entry["state"]) for entry in entries] == [(n, "verified") for n in (4, 8, 10)]
     assert entries[1]["mesh"] != entries[2]["mesh"]
-    code, compared = show_checkpoints(folder, "--diff", 8, 10)
-    assert code == 0
-    assert "optim.lr" in compared
-    assert "layers.1.feed_forward.w2.weight" in compared
-    assert "w2.weight" not in show_checkpoints(folder, "--diff", 10, 10)[1]
-    assert show_checkpoints(folder, "--diff", 10, 13)[0] == 2
     assert show_checkpoints(tmp_path / "nowhere")[0] == 2
     largest = max(step_folder(folder, 8).iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())

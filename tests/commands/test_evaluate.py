@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -102,6 +101,7 @@ def test_evaluation_on_another_number_of_ranks(four: SharedRun) -> None:
         ["RUN", "data.seq_len=0"],
         ["RUN", "data.sequence=1"],
         ["RUN", "--jsn"],
+        ["RUN", "--dry-run"],
         ["RUN", "model.dim=64"],
         ["RUN", "nproc=0"],
     ],
@@ -113,13 +113,3 @@ def test_mistake_is_one_message(arguments: list[str], one: SharedRun) -> None:
     assert refused.code == 2
     assert arguments[-1] in refused.err
     assert refused.err.count("error:") == 1
-
-
-def test_without_the_library_lm_eval_is_one_message(one: SharedRun) -> None:
-    if importlib.util.find_spec("lm_eval"):
-        pytest.skip("lm_eval is installed")
-    for more in ([], ["data.seq_len=16"]):
-        refused = meshtrainer("evaluate", one.folder, "--lm-eval", "arc_easy", *more)
-        assert refused.code == 2
-        assert "--lm-eval" in refused.err
-        assert refused.err.count("error:") == 1

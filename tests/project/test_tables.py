@@ -1,40 +1,59 @@
-"""Tables and help fit the terminal, without losing text on a narrow one."""
+"""Tables fit the terminal without losing text; into a pipe, each row is one line."""
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.commands import meshtrainer
 from tests.helpers.tiny import fit
+from trainer.tables import table
 
-PLAN = ["plan", "recipe=llama_small", "ranks=2", "device=h100"]
+HEADERS = ["checkpoint", "size", "mesh"]
+ROWS = [
+    ["step_00000001", "1.50 MiB", "replicate 2 x shard 4"],
+    ["step_00000002[red]", "2 B", "a\N{HORIZONTAL ELLIPSIS}"],
+]
 
 
-def words_of(text: str) -> set[str]:
-    return set(re.split(r"[\s:,]+", text))
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-@pytest.mark.parametrize("columns", [40, *(pytest.param(n, marks=pytest.mark.campaign) for n in (80, 60))])
-def test_tables_fit_and_no_word_is_lost(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    wide = meshtrainer(*PLAN).out
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_no_text_is_lost_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    narrow = meshtrainer(*PLAN).out
-    assert max(map(len, narrow.splitlines())) <= columns
-    assert max(map(len, wide.splitlines())) > 80
-    assert "\u2026" not in narrow
-    broken = {word for word in words_of(wide) if len(word) > 30 or "-" in word}  # paths and hyphens may break a line
-    assert words_of(wide) - broken <= words_of(narrow)
+    with redirect_stdout(Terminal()):
+        lines = table(HEADERS, ROWS, text_columns=(0, 2)).splitlines()
+    assert max(map(len, lines)) <= columns
+    found = sorted(re.sub(r"\s", "", "".join(lines)))
+    assert found == sorted(re.sub(r"\s", "", "".join(["".join(HEADERS), *map("".join, ROWS)])))
 
 
-@pytest.mark.parametrize("columns", [40, pytest.param(100, marks=pytest.mark.campaign)])
-def test_list_of_checkpoints_fits(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit(tmp_path, "train.steps=2", "checkpoint.every=1", "checkpoint.keep_last=0", "eval.every=1")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    listed = meshtrainer("checkpoints", tmp_path).out
-    rows = [line for line in listed.splitlines() if str(tmp_path) not in line]
-    assert max(map(len, rows)) <= columns
-    assert {"step_00000001", "step_00000002", "best"} <= words_of(listed)
+@pytest.mark.parametrize("variables", [{"COLUMNS": "40"}, {"FORCE_COLOR": "1", "TERM": "dumb"}], ids=str)
+def test_in_a_pipe_each_row_is_a_line(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with redirect_stdout(io.StringIO()):
+        lines = table([*HEADERS, "note"], [[*row, "word " * 100] for row in ROWS]).splitlines()
+    assert [line.split()[0] for line in lines] == ["checkpoint", *(row[0] for row in ROWS)]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_list_of_checkpoints_has_no_control_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even from the name of a folder."""
+    monkeypatch.setenv("COLUMNS", "40")
+    fit(tmp_path / "run", "train.steps=2", "checkpoint.every=1", "checkpoint.keep_last=0", "eval.every=1")
+    run = (tmp_path / "run").rename(tmp_path / "run\x1b]0;x\x07")
+    (run / "checkpoints" / "step_00000002").rename(run / "checkpoints" / "damaged-\x1b]0;x\x07step_00000002")
+    listed = meshtrainer("checkpoints", run).out
+    assert "\x1b" not in listed
+    title, header, *rows = listed.splitlines()
+    assert title.endswith("run/checkpoints")
+    assert header.split()[0] == "checkpoint"
+    assert [row.split()[0] for row in rows] == ["step_00000001", "damaged-step_00000002"]

@@ -58,7 +58,7 @@ from trainer.errors import (
     setting_error,
 )
 from trainer.registry import add_working_directory_to_sys_path
-from trainer.tables import table_lines
+from trainer.tables import table
 
 _COMMANDS = ("show", "plan")
 
@@ -149,7 +149,7 @@ def _usage_lines(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
         for usage in usages
     ]
     return [
-        *table_lines(header, rows),
+        table(header, rows, text_columns=()),
         "epochs: passes over the source by the end of the phase",
         *(line for line in describe_usage(usages) if line.startswith("repeats")),
     ]

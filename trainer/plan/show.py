@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from trainer.plan.machine import GIB
 from trainer.plan.plan import Plan
 from trainer.plan.search import PlannedChoice, chosen_settings, format_setting, settings_to_show
 from trainer.plan.step import Kind
-from trainer.tables import table_lines, terminal_width
+from trainer.tables import table
 
 _COLORS: dict[Kind, str] = {
     "parameters": "#0072b2",
@@ -36,21 +35,20 @@ https://jfly.uni-koeln.de/color/."""
 
 
 def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
-    """Print the plan as tables that fit the terminal's width.
+    """Print the plan as tables.
 
     choice: how the `auto` settings were resolved; None if there were none.
     """
-    width = terminal_width()
-    for line in _heading(plan):
-        print_stdout(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False))
+    print_stdout("\n".join(_heading(plan)))
     if choice is not None:
         print_stdout(f"\n{choice_text(choice)}")
     fits = "fits" if plan.fits else "DOES NOT FIT"
-    _print_table(f"{_peak_text(plan)}, {fits}", ("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
+    _print_table(f"{_peak_text(plan)}, {fits}", ("kind", "GiB"), _memory_rows(plan))
     if (generation := plan.generation) is not None:
         parts = f"{readable_bytes(generation.weights)} gathered weights, {readable_bytes(generation.cache)} KV cache"
-        line = f"generation of {generation.texts}: {parts}, {readable_bytes(generation.temporaries)} temporaries"
-        print_stdout("\n" + textwrap.fill(line, width))
+        print_stdout(
+            f"\ngeneration of {generation.texts}: {parts}, {readable_bytes(generation.temporaries)} temporaries"
+        )
     if plan.collectives:
         headers = ("collective", "axis", "ranks", "count", "size", "s")
         _print_table("communication per rank in one step", headers, _communication_cells(plan), text_columns=(0, 1))
@@ -60,14 +58,13 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
     title = "saves and failures (assumed until a run has measured them)"
     _print_table(title, ("", ""), costs, text_columns=(0, 1))
     for line in _omitted_costs(plan):
-        print_stdout(textwrap.fill(line, width))
+        print_stdout(line)
 
 
 def _print_table(
-    title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int] = (0,)
 ) -> None:
-    lines = table_lines(headers, rows, text_columns=text_columns)
-    print_stdout("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
+    print_stdout(f"\n{title}\n{table(headers, rows, text_columns)}")
 
 
 def _omitted_costs(plan: Plan) -> list[str]:
@@ -85,15 +82,13 @@ def _omitted_costs(plan: Plan) -> list[str]:
 
 def memory_text(plan: Plan) -> str:
     """Return the planned peak memory of a rank by kind, as plain text, without saying whether it fits."""
-    lines = table_lines(("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
-    return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
+    return f"{_peak_text(plan)}, as planned\n{table(('kind', 'GiB'), _memory_rows(plan))}"
 
 
-def choice_text(choice: PlannedChoice, width: int | None = None) -> str:
-    """Return the resolved `auto` settings and the runners-up as plain text; for `width` see `table_lines`."""
+def choice_text(choice: PlannedChoice) -> str:
+    """Return the resolved `auto` settings and the runners-up as plain text."""
     headers, rows = _choice_rows(choice)
-    lines = table_lines(headers, rows, width, text_columns=range(len(headers) - 2))
-    return "\n".join([f"auto: {choice.num_candidates} candidates", *lines])
+    return f"auto: {choice.num_candidates} candidates\n{table(headers, rows, range(len(headers) - 2))}"
 
 
 def _heading(plan: Plan) -> list[str]:
