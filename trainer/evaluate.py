@@ -130,6 +130,9 @@ def _config_of_checkpoint(stored: StoredWeights, weights: str, command_line: Lay
     """
     of_run = stored_layer(stored.config_yaml, stored.description)
     values = {**_EVALUATION, "train.init_from": _init_from(stored, of_run, weights)}
+    if of_run.values.get("data.source") in ("stdlib", "synthetic") and command_line.values.get("data.eval_path"):
+        values["data.source"] = "tokens"
+        values["data.path"] = command_line.values["data.eval_path"]  # never opened
     if "data.tokenizer" not in command_line.values:
         # Use the run's tokenizer, even if its base weights came with a different one.
         allowed = of_run.values.get("checkpoint.allow_changes") or []
