@@ -107,7 +107,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, formatter_class=formatter)
+        super().__init__(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with `EXIT_USER_ERROR`."""

@@ -39,12 +39,11 @@ from trainer.errors import (
     CommandParser,
     TrainingFailed,
     UserError,
-    print_stderr,
     printable,
     run_command,
     setting_error,
 )
-from trainer.files import append_and_sync, readable_size, writing_to
+from trainer.files import append_and_sync, writing_to
 from trainer.model.network import build_network
 from trainer.model.sample import (
     GREEDY,
@@ -56,7 +55,6 @@ from trainer.model.sample import (
     generate_tokens,
     max_seq_len,
 )
-from trainer.plan.generation import GenerationWorkload, memory_of_generation
 from trainer.registry import add_working_directory_to_sys_path
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
@@ -210,7 +208,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = _parser().parse_args(argv)
     add_working_directory_to_sys_path()
-    return run_command(lambda: _generate(options))
+    return run_command(lambda: _explaining_memory(options))
 
 
 def _parser() -> CommandParser:
@@ -250,6 +248,15 @@ def _parser() -> CommandParser:
     return parser
 
 
+def _explaining_memory(options: argparse.Namespace) -> int:
+    """Generate, and name the option that needs less memory if there is too little."""
+    try:
+        return _generate(options)
+    except torch.OutOfMemoryError as error:
+        fix = f"--batch below {options.batch or _DEFAULT_BATCH_SIZE}, " if options.prompts else ""
+        raise TrainingFailed(f"{error}\n  to fix: {fix}a smaller --max-tokens, or --device cpu") from error
+
+
 def _generate(options: argparse.Namespace) -> int:
     _check_options(options)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -284,7 +291,6 @@ def _stream(
     num_tokens = min(options.max_tokens, max_len - len(prompt))
     seed = secrets.randbits(63) if options.seed is None else options.seed
     end_ids = text_generator.end_ids(tokenizer)
-    _check_memory(text_generator, GenerationWorkload(1, len(prompt), num_tokens), options)
     model, device = text_generator.model, text_generator.device
     decoder = build_decoder(model, device, len(prompt) + num_tokens)
     generated = generate_tokens(decoder, [prompt], [num_tokens], sampling, seed, ends=end_ids)
@@ -297,39 +303,6 @@ def _stream(
         print(flush=True)
         raise
     print(flush=True)
-
-
-def _check_memory(text_generator: TextGenerator, workload: GenerationWorkload, options: argparse.Namespace) -> None:
-    """Print an estimate of the memory that generation needs.  Raises UserError if it exceeds the GPU's free memory."""
-    model = text_generator.build()
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    try:
-        cache, temporaries = memory_of_generation(model, dtype, text_generator.device.type, workload)
-        is_known = True
-    except Exception:  # the model's own code cannot be traced without data
-        cache, temporaries, is_known = 0, 0, False
-    needed = weights + cache + temporaries
-    parts = f"weights {readable_size(weights)}{'' if is_known else '; memory for the texts cannot be estimated'}"
-    if cache:
-        batch = f"{workload.num_completions} x {workload.prompt_len + workload.completion_len} tokens"
-        parts += f", cache {readable_size(cache)} for {batch}, temporaries {readable_size(temporaries)}"
-    print_stderr(f"memory: {readable_size(needed)} ({parts})")
-    free = _free_bytes(text_generator.device)
-    if free is None or needed <= free:
-        return
-    rule = f"needs {readable_size(needed)} of memory ({parts}), but the GPU has {readable_size(free)} free"
-    if weights > free:
-        raise setting_error("path", options.path, rule, fix="free memory on the GPU, or use --device cpu")
-    if workload.num_completions > 1:
-        number = max(1, int(workload.num_completions * (free - weights) / (needed - weights)))
-        raise setting_error("--batch", workload.num_completions, rule, number)
-    raise setting_error("--max-tokens", options.max_tokens, rule, fix="generate fewer tokens, or use --device cpu")
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a GPU; None for a CPU, whose memory may be swapped."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 _NOT_FINITE = "the model's logits are not finite: its weights are damaged, or training has diverged"
@@ -351,9 +324,6 @@ def _answer_prompts(
     """
     max_len, batch_size = max_seq_len(text_generator.build()) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
     records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
-    longest = max(map(len, prompts))
-    workload = GenerationWorkload(min(batch_size, len(prompts)), longest, min(options.max_tokens, max_len - longest))
-    _check_memory(text_generator, workload, options)
     model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
     num_done, num_tokens, start_time = 0, 0, time.monotonic()
 

@@ -3,17 +3,10 @@
 A batch file requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts the
 ranks with `srun`, tells them when the job's time limit is near, requeues the job if the run stopped early, and gives
 up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether it
-requeued the job, in RUN_DIR/attempts.log.
+requeued the job, in the file attempts.log of the run's folder.
 
-It takes the same overrides as `trainer.run`; options may come before, between or after them.  Environment variables,
-with numeric defaults in parentheses:
-
-  RECIPE, RUN_DIR     used if the arguments lack recipe= or run.dir= (RUN_DIR itself defaults to runs/<job name>)
-  REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings (exit code 2); with --torchrun,
-                      requeue after such errors too, since torchrun has only one exit code for all failures
-  REQUEUE=no          never requeue; the default is yes
-  MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
-  LEAVE_S             grace period in seconds for ranks to exit once one rank has exited or the run has ended (60)
+It takes the same settings as `trainer.run`; options may come before, between or after them.  The run's folder is
+runs/<job name>, unless run.dir= is given.
 
 Does not import torch.
 """
@@ -22,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.distributed.environment import first_node_address
@@ -41,7 +35,6 @@ from trainer.errors import (
     UserError,
     print_stdout,
     run_command,
-    setting_error,
 )
 from trainer.lifecycle.folder import read_status
 from trainer.lifecycle.run import CLEARED_NOTICE
@@ -82,14 +75,16 @@ class Job:
     """Job id for scontrol.  In a job array this is ARRAY_TASK, because a plain id can mean the entire array."""
     restart: int
     """Number of times that Slurm has restarted the job."""
-    requeue: bool = True
+    requeue: bool
     """Whether the job may be requeued at all."""
-    requeue_failed: bool = False
+    requeue_failed: bool
     """Whether to requeue it after a crash too."""
-    max_idle: int = 3
-    min_steps: int = 3
-    leave_s: int = 60
-    signals: Signals = field(default_factory=Signals)
+    max_idle: int
+    """Number of attempts in a row with fewer than `min_steps` steps each, after which the job is not requeued."""
+    min_steps: int
+    leave_s: int
+    """Grace period in seconds for ranks to exit once one has exited or the run has ended."""
+    signals: Signals
 
     @property
     def log(self) -> Path:
@@ -129,8 +124,8 @@ class Job:
     def _wait(self, srun: subprocess.Popen[bytes]) -> None:
         """Wait for srun, pass on the notice of the time limit, and end a step that outlives its ranks.
 
-        srun waits forever for a slurmstepd that has died.  Therefore this method cancels the step LEAVE_S seconds after
-        the run has reported its end, and kills srun LEAVE_S seconds later, so that the job can end.
+        srun waits forever for a slurmstepd that has died.  Therefore this method cancels the step `leave_s` seconds
+        after the run has reported its end, and kills srun `leave_s` seconds later, so that the job can end.
         """
         cancel_at = kill_at = float("inf")
         while True:
@@ -161,7 +156,7 @@ class Job:
         return ""
 
     def _gives_up(self) -> bool:
-        """Return whether the last MAX_IDLE attempts made fewer than MIN_STEPS steps each; if so, log that."""
+        """Return whether the last `max_idle` attempts made fewer than `min_steps` steps each; if so, log that."""
         status = read_status(self.run_dir)
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         idle = count_idle(lines, self.job_id, int(status.get("step") or 0), self.min_steps)
@@ -200,89 +195,60 @@ def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> 
 def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the srun command that starts the ranks on all nodes of the job, and its environment.
 
-    Each rank has its own exit code.  LEAVE_S seconds after the first rank has exited, srun ends the remaining ranks.
+    Each rank has its own exit code.  `leave_s` seconds after the first rank has exited, srun ends the remaining ranks.
     """
     env = dict(env)
     srun = ["srun", f"--job-name={STEP_NAME}", "--kill-on-bad-exit=0", f"--wait={job.leave_s}"]
     srun.append(f"--cpus-per-task={env.get('SLURM_CPUS_PER_TASK', '1')}")
     srun += options.srun
-    if options.torchrun:
-        # Without --max-restarts: torchrun would also restart a run that has stopped on request.
-        env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for the ranks' last save; by default 30
-        job_number = int(env["SLURM_JOB_ID"])
-        port = 20000 + (job_number * 7 + job.restart) % 10000  # the same on all nodes, different for each attempt
-        return [
-            *(*srun, "--ntasks-per-node=1", options.python, "-m", "torch.distributed.run"),
-            f"--nnodes={env.get('SLURM_JOB_NUM_NODES', '1')}",
-            f"--nproc-per-node={options.nproc or env.get('NPROC') or env.get('SLURM_GPUS_ON_NODE') or 2}",
-            *(f"--rdzv-id={job_number}.{job.restart}", "--rdzv-backend=c10d"),
-            f"--rdzv-endpoint={first_node_address(env['SLURM_JOB_NODELIST'])}:{port}",
-            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-            *job.train_command,
-        ], env
-    if options.container:
-        # Look up the first node's address here, because images have no scontrol.
+    python = shlex.split(options.python)
+    if "MASTER_ADDR" not in env:  # looked up here, because a container has no scontrol
         env["MASTER_ADDR"] = first_node_address(env["SLURM_JOB_NODELIST"])
-        mounts = f"{options.bind or env.get('BIND') or os.getcwd()},{os.path.abspath(job.run_dir)}"
-        apptainer = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", os.getcwd()]
-        return [*srun, *apptainer, options.container, "python", *job.train_command], env
-    return [*srun, options.python, *job.train_command], env
+    if not options.torchrun:
+        return [*srun, *python, *job.train_command], env
+    # Without --max-restarts: torchrun would also restart a run that has stopped on request.
+    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for the ranks' last save; by default 30
+    job_number = int(env["SLURM_JOB_ID"])
+    port = 20000 + (job_number * 7 + job.restart) % 10000  # the same on all nodes, different for each attempt
+    return [
+        *(*srun, "--ntasks-per-node=1", *python, "-m", "torch.distributed.run"),
+        f"--nnodes={env.get('SLURM_JOB_NUM_NODES', '1')}",
+        f"--nproc-per-node={options.nproc or env.get('SLURM_GPUS_ON_NODE') or 2}",
+        *(f"--rdzv-id={job_number}.{job.restart}", "--rdzv-backend=c10d"),
+        f"--rdzv-endpoint={env['MASTER_ADDR']}:{port}",
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        *job.train_command,
+    ], env
 
 
-def make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Signals | None = None) -> Job:
-    """Return the attempt that a command line and the environment variables of a batch job describe.
+def make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Signals) -> Job:
+    """Return the attempt that a command line and Slurm's variables describe.
 
-    Raises UserError outside of a job, without a recipe, and for a variable or option with a value that it cannot have.
+    Raises UserError outside of a job, and without a recipe.
     """
     if not env.get("SLURM_JOB_ID"):
         raise UserError(
             "trainer.slurm runs inside a Slurm job, and SLURM_JOB_ID is not set\n"
             "  to fix: submit a batch file that runs this command: sbatch launch/slurm.sbatch recipe=llama3_8b"
         )
-
-    job_settings = dict(recipe=env.get("RECIPE", ""), **{"run.dir": env.get("RUN_DIR", "")})
-    overrides = []
-    for argument in options.overrides:
-        key, _, value = argument.partition("=")
-        if key in job_settings:
-            job_settings[key] = value
-        else:
-            overrides.append(argument)
-    if not job_settings["recipe"]:
-        raise UserError("no recipe\n  for example: python -m trainer.slurm recipe=llama3_8b (or set RECIPE)")
-
-    def number(name: str, default: int, minimum: int = 0) -> int:
-        text = env.get(name) or str(default)
-        if not text.isdecimal():
-            raise setting_error(name, text, "must be a whole number", proposal=default)
-        if int(text) < minimum:
-            raise setting_error(name, text, f"must be at least {minimum}", minimum)
-        return int(text)
-
-    if options.nproc is not None and options.nproc < 1:
-        raise setting_error("--nproc", options.nproc, "must be at least 1", 1)
+    settings = [argument.partition("=") for argument in options.settings]
+    given = {key: value for key, _, value in settings if key in ("recipe", "run.dir")}
+    if not given.get("recipe"):
+        raise UserError("no recipe\n  for example: python -m trainer.slurm recipe=llama3_8b", "recipe=llama3_8b")
     array = env.get("SLURM_ARRAY_JOB_ID")
     return Job(
-        recipe=job_settings["recipe"],
-        run_dir=Path(job_settings["run.dir"] or f"runs/{env.get('SLURM_JOB_NAME', 'slurm')}"),
-        overrides=overrides,
+        recipe=given["recipe"],
+        run_dir=Path(given.get("run.dir") or f"runs/{env.get('SLURM_JOB_NAME', 'slurm')}"),
+        overrides=[argument for argument in options.settings if argument.partition("=")[0] not in given],
         job_id=f"{array}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"],
-        restart=number("SLURM_RESTART_COUNT", 0),
-        requeue=_parse_switch("REQUEUE", env.get("REQUEUE") or "yes", "yes", "no"),
-        requeue_failed=_parse_switch("REQUEUE_FAILED", env.get("REQUEUE_FAILED") or "0", "1", "0"),
-        max_idle=number("MAX_IDLE", 3, minimum=1),
-        min_steps=number("MIN_STEPS", 3),
-        leave_s=number("LEAVE_S", 60, minimum=1),  # srun takes --wait=0 for no limit
-        signals=signals or Signals(),
+        restart=int(env.get("SLURM_RESTART_COUNT", "0")),
+        requeue=options.requeue,
+        requeue_failed=options.requeue_failed,
+        max_idle=options.max_idle,
+        min_steps=options.min_steps,
+        leave_s=options.leave_s,
+        signals=signals,
     )
-
-
-def _parse_switch(name: str, text: str, on: str, off: str) -> bool:
-    """Return whether a variable is `on` rather than `off`.  Raises UserError for any other value."""
-    if text in (on, off):
-        return text == on
-    meant = {**dict.fromkeys(("1", "yes", "true", "on"), on), **dict.fromkeys(("0", "no", "false", "off"), off)}
-    raise setting_error(name, text, f"must be {on} or {off}", proposal=meant.get(text.lower()))
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
@@ -302,19 +268,57 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(prog="python -m trainer.slurm", description=__doc__)
-    launch_mode = parser.add_mutually_exclusive_group()
-    launch_mode.add_argument(
-        "--torchrun", action="store_true", help="start one torchrun on each node, which starts the ranks"
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="recipe=NAME and settings, as for trainer.run")
+    parser.add_argument(
+        "--no-requeue", dest="requeue", action="store_false", help="never requeue the job (default: if the run stopped)"
     )
-    launch_mode.add_argument("--container", metavar="IMAGE", help="run the ranks in this image, with Apptainer")
-    parser.add_argument("--nproc", type=int, help="with --torchrun: ranks per node (or NPROC; default: its GPUs)")
-    parser.add_argument("--bind", help="with --container: folders to mount (or BIND; default: the current folder)")
-    parser.add_argument("--python", default=sys.executable, help="Python for the ranks (default: this one)")
+    parser.add_argument(
+        "--requeue-failed",
+        action="store_true",
+        help="requeue it after a crash too, but not after a mistake in the settings (exit code 2, which torchrun turns "
+        "into 1)",
+    )
+    parser.add_argument(
+        "--max-idle",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="stop requeuing after N attempts in a row with too few steps (default: 3)",
+    )
+    parser.add_argument(
+        "--min-steps", type=int, default=3, metavar="N", help="fewer steps than this are too few (default: 3)"
+    )
+    parser.add_argument(
+        "--leave-s",
+        type=_positive,  # srun takes --wait=0 for no limit
+        default=60,
+        metavar="SECONDS",
+        help="grace period for ranks to exit once one rank has exited or the run has ended (default: 60)",
+    )
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="COMMAND",
+        help='Python for the ranks, for example "apptainer exec --nv image.sif python" (default: this one)',
+    )
     parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="an additional srun option")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
+        "--torchrun", action="store_true", help="start one torchrun on each node, which starts the ranks"
+    )
+    parser.add_argument(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="with --torchrun: ranks of a node (default: one for each GPU, else 2)",
     )
     return parser
+
+
+def _positive(text: str) -> int:
+    """Convert the value of an option.  Raises ArgumentTypeError unless it is a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number above 0")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,10 +25,9 @@ from tests.helpers.native_models import (
     tokenizer_json,
 )
 from tests.helpers.runs import SharedRun
-from trainer import Sampling, UserError, generate, generate_batch, load_weights
+from trainer import Sampling, UserError, generate_batch, load_weights
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.generate import open_generator, stream_text
-from trainer.plan.generation import memory_of_generation
 from trainer.sequence import Cache
 
 GREEDY = Sampling(0.0)
@@ -37,16 +35,6 @@ PROMPT = [5, 99, 17, 3, 140]
 PROMPTS = [[5], PROMPT, [17, 3, 200, 41, 6, 5, 5, 90, 31, 12], [88, 2], [9] * 17]
 """Of different lengths."""
 ENDS = frozenset(range(0, 263, 7))
-
-
-@pytest.fixture(autouse=True)
-def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command cannot estimate its memory, which takes longer than the texts of tiny models."""
-
-    def cannot_be_traced(*arguments: object) -> None:
-        raise RuntimeError("as a model whose code needs data")
-
-    monkeypatch.setattr(generate, "memory_of_generation", cannot_be_traced)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -291,21 +279,15 @@ def refused(*arguments: object) -> str:
     """Return the message, with exit code 2."""
     ended = meshtrainer("generate", *arguments)
     assert ended.code == 2, ended.out
-    return re.sub(r"^memory: .*\n", "", ended.err)
+    return ended.err
 
 
-def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "memory_of_generation", memory_of_generation)
+def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path) -> None:
     folder = speaking(tmp_path / "folder", eos_token_id=[])
     model = load_weights(folder)
     expected = [token for token in continued(model, [3, 5], 12) if token < len(WORDS)]
-    found = meshtrainer("generate", folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
-    assert found.out.split() == [WORDS[token] for token in expected]
-    config = model.config
-    weights = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 * 14 / 2**20
-    assert f"{weights:.1f} MiB" in found.err, "the memory that it takes"
-    assert f"{cache:.1f} MiB" in found.err
+    found = written(folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
+    assert found.split() == [WORDS[token] for token in expected]
     own = [folder, "--prompt", "w3 w5", "--max-tokens", 20, "--temperature", 3, "--seed"]
     assert written(*own, 1) == written(*own, 1) != written(*own, 2)
 
@@ -337,6 +319,20 @@ def test_file_of_prompts_is_answered_in_order(folder: Path, tmp_path: Path) -> N
     plain.write_text("w1 w1 w1 \n\nw1 \n")
     answers = [json.loads(line) for line in written(folder, "--prompts", plain, "--max-tokens", 9).splitlines()]
     assert [answer["completion"] for answer in answers] == [answer["completion"] for answer in printed[:2]]
+
+
+def test_without_enough_memory_the_message_names_the_batch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    (tmp_path / "prompts.txt").write_text("w1\nw2\n")
+    monkeypatch.setattr("trainer.generate.generate_batch", fail)
+    ended = meshtrainer("generate", folder, "--prompts", tmp_path / "prompts.txt", "--batch", 16)
+    assert (ended.code, ended.out) == (1, "")
+    assert "--batch below 16" in ended.err
+    assert "Traceback" not in ended.err
 
 
 def test_an_existing_file_is_not_touched(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.gate import wait_until
 from tests.helpers.launch import REPOSITORY, Run, run, tiny
-from tests.helpers.slurm import Cluster, missing_programs, slurm_cluster
+from tests.helpers.slurm import PATH, Cluster, missing_programs, slurm_cluster
 
 MISSING = missing_programs()
 pytestmark = [
@@ -61,20 +61,29 @@ def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def submit(
-    cluster: Cluster, folder: Path, *options: str, rest_s: float = 0.1, script: str = "slurm.sbatch", **env: str
+    cluster: Cluster,
+    folder: Path,
+    *options: str,
+    rest_s: float = 0.1,
+    script: str = "slurm.sbatch",
+    supervisor: Sequence[str] = (),
 ) -> str:
-    """Submit a run of 2 nodes x 2 ranks; returns the job's id."""
-    size = TORCHRUN_SIZE if "torchrun" in script else SIZE
-    variables = {
-        "RUN_DIR": str(folder),
-        "RECIPE": "llama_small",
-        "PYTHON": sys.executable,
-        "NPROC": "2",
-        "OMP_NUM_THREADS": "1",
-        "MESHTRAINER_TEST_REST_S": str(rest_s),
-    }
+    """Submit a run of 2 nodes x 2 ranks; returns the job's id.
+
+    options: those of `sbatch`.
+    supervisor: options of `trainer.slurm`.
+    """
+    size, own = SIZE, [*supervisor, "recipe=llama_small", f"run.dir={folder}"]
+    if "torchrun" in script:
+        size, own = TORCHRUN_SIZE, [*own, "--nproc=2"]
     overrides = tiny(*OVERRIDES, "mesh.replicate=-1", "mesh.shard=node")
-    return cluster.submit(*size, *options, str(REPOSITORY / "launch" / script), *overrides, **(variables | env))
+    return cluster.submit(*size, *options, str(REPOSITORY / "launch" / script), *own, *overrides, **variables(rest_s))
+
+
+def variables(rest_s: float) -> dict[str, str]:
+    """Return a job's environment, in which `python` is the interpreter of the tests."""
+    path = f"{Path(sys.executable).parent}:{PATH}"
+    return {"PATH": path, "OMP_NUM_THREADS": "1", "MESHTRAINER_TEST_REST_S": str(rest_s)}
 
 
 def ran(folder: Path) -> Run:
@@ -177,7 +186,7 @@ def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: Ru
 
 def test_a_rank_is_killed(cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = submit(cluster, folder, REQUEUE_FAILED="1")
+    job = submit(cluster, folder, supervisor=["--requeue-failed"])
     wait_for_step(cluster, job, folder, 10)
     kill_rank(cluster, job, 2)
     assert_finished(cluster, job, folder, undisturbed, restarts=1)
@@ -212,9 +221,9 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Run
         text, script, step = script.read_text(), tmp_path / "slurm.sbatch", "1"
         assert text.count("\nexec env ") == 1
         script.write_text(text.replace("\nexec env ", "\nsrun true\nexec env "))
-    options = {"script": str(script), "REQUEUE_FAILED": "1", "LEAVE_S": "5"}
+    supervisor = ["--requeue-failed", "--leave-s=5"]
     # Slowly, so that the run is not through before the ranks have noticed: they give a save in flight its time.
-    job = submit(cluster, folder, f"--nodes={num_nodes}", rest_s=0.5, **options)  # type: ignore[arg-type]
+    job = submit(cluster, folder, f"--nodes={num_nodes}", rest_s=0.5, script=str(script), supervisor=supervisor)
     wait_for_step(cluster, job, folder, 10)
     first = ranks_of(cluster, job, step)
     assert len(first) == world_size
@@ -229,11 +238,9 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Run
 
 
 def test_failures_are_requeued_on_request_but_not_forever(cluster: Cluster, tmp_path: Path) -> None:
-    script, folder = tmp_path / "fails.sbatch", tmp_path / "run"
-    text = (REPOSITORY / "launch/slurm.sbatch").read_text()
-    script.write_text(text.replace("-m trainer.slurm", "-m trainer.slurm --python false"))
-    left = submit(cluster, tmp_path / "left", script=str(script))
-    job = submit(cluster, folder, script=str(script), REQUEUE_FAILED="1", MAX_IDLE="2")
+    folder = tmp_path / "run"
+    left = submit(cluster, tmp_path / "left", supervisor=["--python=false"])
+    job = submit(cluster, folder, supervisor=["--python=false", "--requeue-failed", "--max-idle=2"])
     for name, restarts in ((left, 0), (job, 1)):
         ended = cluster.wait_for_end(name, restarts)
         assert (ended["JobState"], ended["Restarts"]) == ("FAILED", str(restarts)), cluster.log(name)
@@ -243,9 +250,12 @@ def test_failures_are_requeued_on_request_but_not_forever(cluster: Cluster, tmp_
 def test_a_job_array(cluster: Cluster, tmp_path: Path) -> None:
     """Each job of an array has its own folder and setting, and is requeued alone."""
     size = ["--array=0-1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30"]
-    overrides = tiny(*MODEL, "train.steps=40")
-    env = {"SWEEP": str(tmp_path), "RECIPE": "llama_small", "PYTHON": sys.executable, "MESHTRAINER_TEST_REST_S": "0.2"}
-    array = cluster.submit(*size, str(REPOSITORY / "launch/slurm_array.sbatch"), *overrides, **env)
+    script = tmp_path / "slurm_array.sbatch"
+    text = (REPOSITORY / "launch/slurm_array.sbatch").read_text()
+    assert text.count("runs/sweep-$") == 1
+    script.write_text(text.replace("runs/sweep-$", f"{tmp_path}/$"))
+    overrides = ["recipe=llama_small", *tiny(*MODEL, "train.steps=40")]
+    array = cluster.submit(*size, str(script), *overrides, **variables(rest_s=0.2))
     last = f"{array}_1"  # whose own id is the array's
     wait_for_step(cluster, last, tmp_path / "1", 5)
     cluster.call("scancel", "--signal=USR1", "--batch", last)
