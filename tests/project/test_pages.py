@@ -34,10 +34,10 @@ ELSEWHERE = {
     "pip install": "an environment of its own: .ci/run",
     "hf download": "the folders lie here",
     "srun": "tests/launch/test_slurm.py",
-    "RUN_DIR=/shared/runs/mine sbatch": "tests/launch/test_slurm.py",
+    "sbatch launch/": "tests/launch/test_slurm.py",
+    "python launch/ray_train.py": "tests/launch/test_ray.py",
     f"{_ON_EIGHT} data.seq_len=": "tests/sequence/test_context.py",
     "vllm serve": "loaded by transformers instead: tests/weights/test_huggingface.py",
-    "python -m trainer.evaluate runs/sft --lm-eval": "tests/commands/test_evaluate.py, where lm_eval is installed",
     "python -m trainer.run recipe=llama_small data.path=https://": "tests/data/test_remote.py",
 }
 """Beginnings of commands that cannot run in a test, and where they are tested instead."""
@@ -71,7 +71,7 @@ def commands_of(page: Path) -> Iterator[tuple[str, str]]:
     for match in re.finditer(r"```(\w*)\n([\s\S]*?)```|^ {4}(?! )(\S[^\n]*)", text, re.MULTILINE):
         if match[1] == "python":
             yield "python", match[2]
-        elif match[3] and re.match(r"(python|torchrun|srun|pip|hf|vllm|RUN_DIR)", match[3]):
+        elif match[3] and re.match(r"(python|torchrun|srun|sbatch|pip|hf|vllm)", match[3]):
             yield "command", match[3].rpartition("install -c constraints.txt -e . && ")[2]
 
 

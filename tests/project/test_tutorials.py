@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
 DOCS = REPOSITORY / "docs"
 TUTORIALS = sorted(path.name for path in DOCS.glob("tutorial_*.md"))
-ELSEWHERE = ("pip install", "torchrun", "RUN_DIR=")
+ELSEWHERE = ("pip install", "torchrun", "sbatch")
 """Commands that need GPUs, a cluster or the package index, by how they begin."""
 
 SMALL = {
@@ -39,7 +39,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def commands_of(page: str) -> list[str]:
-    return re.findall(r"^ {4}((?:pip|meshtrainer|python|torchrun|cd|RUN_DIR)\b.*)$", (DOCS / page).read_text(), re.M)
+    return re.findall(r"^ {4}((?:pip|meshtrainer|python|torchrun|cd|sbatch)\b.*)$", (DOCS / page).read_text(), re.M)
 
 
 def made_small(command: str) -> list[str]:
