@@ -18,7 +18,6 @@ import pytest
 import tests.defects  # noqa: F401 - plants the defect that the environment names, before anything is imported
 from tests.helpers import launch
 from tests.helpers.runs import chat, four, one, two
-from trainer import errors
 from trainer.distributed.environment import limit_spinning
 from trainer.stopping import stop
 
@@ -87,13 +86,6 @@ def restore_signal_handlers() -> Iterator[None]:
     stop.on_exit.clear()  # of Trainers that were not closed
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def forget_secrets() -> Iterator[None]:
-    """Forget the secrets of each test: they may be common words, and would be masked in the output of later tests."""
-    yield
-    errors._known_secrets.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

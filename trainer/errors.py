@@ -1,8 +1,6 @@
-"""Exceptions, exit codes, error messages, a wrapper for commands, and redaction of secrets in printed or stored text.
+"""Exceptions, exit codes, error messages, printing, and a wrapper for commands.
 
-This module imports only `stopping`, so nearly every other module may import it.  Text for a terminal, a
-log or a shared file passes through `printable` or `redact`, which mask credentials; `printable` also removes terminal
-control sequences.
+This module imports only `stopping` and `urls`, so nearly every other module may import it.
 
 The error message for a setting (`setting_error`) names the setting, its value and the rule that the value breaks.  It
 may suggest a fix: the nearest legal value, the value that was probably meant, an example or an instruction.  A wrong
@@ -15,21 +13,17 @@ import argparse
 import contextlib
 import difflib
 import errno
-import logging
 import os
 import re
 import shlex
 import shutil
 import sys
-import threading
-import traceback
-import urllib.parse
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from trainer.stopping import stop
+from trainer.urls import without_credentials
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -70,12 +64,21 @@ def reason_of(error: BaseException) -> str:
     The first line alone is not enough: in many libraries it only announces the reason.  Very long text is truncated.
     """
     said = error.args[0] if isinstance(error, KeyError) and error.args else error  # `str` would add quotes
-    text = " ".join(str(said).split())
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..." if text else type(error).__name__
+    text = " ".join(str(said).split()) or type(error).__name__
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All control characters (C0 and C1) except newlines and tabs; what they begin moves the cursor or sets a title."""
+
+
+def printable(text: str) -> str:
+    """Return the text without control characters, and with `?` for bytes that are not text: safe for a terminal."""
+    return _CONTROL_CHARACTER.sub("", text.encode(errors="replace").decode())
 
 
 def print_stderr(text: str) -> None:
-    """Print to stderr, without credentials or terminal control sequences.
+    """Print to stderr, without control characters.
 
     Ignores write errors: the caller must continue even if its parent process has died and stderr is closed.
     """
@@ -84,7 +87,7 @@ def print_stderr(text: str) -> None:
 
 
 def print_stdout(text: str, end: str = "\n") -> None:
-    """Print to stdout, redacted as in `print_stderr`.  Drops the output if its reader has exited (`--help | head`)."""
+    """Print to stdout, without control characters.  Drops the output if its reader has exited (`--help | head`)."""
     try:
         print(printable(text), end=end, flush=True)
     except BrokenPipeError:
@@ -105,9 +108,11 @@ class CommandParser(argparse.ArgumentParser):
     Keeps the line breaks of the description, because it contains examples.
     """
 
-    def __init__(self, prog: str, description: str | None) -> None:
+    def __init__(self, prog: str, description: str | None, add_help: bool = True) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
+        super().__init__(
+            prog=prog, description=description, formatter_class=formatter, add_help=add_help, allow_abbrev=False
+        )
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with `EXIT_USER_ERROR`."""
@@ -117,7 +122,13 @@ class CommandParser(argparse.ArgumentParser):
     def add_allow_import(self) -> None:
         """Add `--allow-import`, which permits importing, and so running, a module that a checkpoint names."""
         help_text = "allow importing this module if the checkpoint names it; may be repeated"
-        self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=help_text)
+        self.add_argument("--allow-import", metavar="MODULE", type=_module, action="append", default=[], help=help_text)
+
+
+def _module(name: str) -> str:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise argparse.ArgumentTypeError(f"{name!r} is not the name of a module, such as my_models")
+    return name
 
 
 def run_command(work: Callable[[], int], hears_signals: bool = True) -> int:
@@ -126,7 +137,6 @@ def run_command(work: Callable[[], int], hears_signals: bool = True) -> int:
     hears_signals: whether a signal ends the process at once, with 128 plus its number, as a shell reports it; otherwise
         `work` handles signals itself.
     """
-    install_redaction()
     try:
         hearing = stop.hearing_signals(exit_code=lambda number: 128 + number)
         with hearing if hears_signals else contextlib.nullcontext():
@@ -204,18 +214,13 @@ def setting_error(key: str, value: object, rule: str, proposal: object = None, *
 
 def as_argument(key: str, value: object) -> str:
     """Return `key=value` as one argument of the command line."""
-    return f"{key}={_formatted_value(key, value)}"
+    return f"{key}={_format(value)}"
 
 
 def as_typed(key: str, value: object) -> str:
     """Return `key=value` as it is typed in a shell, quoted if necessary."""
-    shown, argument = _formatted_value(key, value), as_argument(key, value)
+    shown, argument = _format(value), as_argument(key, value)
     return argument if shlex.quote(shown) in (shown, "''") else shlex.quote(argument)
-
-
-def _formatted_value(key: str, value: object) -> str:
-    """Format a value for a message; mask it if the name of its setting suggests a secret."""
-    return MASK if _SECRET_NAME.search(key) else _format(value)
 
 
 @contextlib.contextmanager
@@ -248,9 +253,24 @@ def choice_error(
     return setting_error(key, value, rule, proposal=nearest(value, choices) if meant is None else meant)
 
 
+def reject_credentials(key: str, value: object) -> None:
+    """Raise UserError if a value holds credentials in a URL, since settings are stored, logged and printed."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            reject_credentials(key, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            reject_credentials(key, item)
+    elif isinstance(value, str) and without_credentials(value) != value:
+        fix = "leave them out and use the environment (FSSPEC_HTTP, AWS_..., HF_TOKEN)"
+        raise setting_error(key, value, "holds credentials, and settings are stored", fix=fix)
+
+
 def yaml_scalar(value: object) -> str:
     """Return a scalar as YAML spells it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _format(value: object) -> str:
@@ -258,243 +278,5 @@ def _format(value: object) -> str:
         return "[" + ",".join(_format(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_format(key)}: {_format(item)}" for key, item in value.items()) + "}"
-    text = str(masked(yaml_scalar(value)))
+    text = without_credentials(yaml_scalar(value))
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]}..."
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Text that is safe to show
-
-MASK = "***"
-"""The text that replaces credentials."""
-
-
-def printable(text: str) -> str:
-    """Return the text without control sequences or secrets, safe for a terminal or a log."""
-    return redact(_CONTROL_CHARACTER.sub("", _SURROGATES.sub("\ufffd", _CONTROL_SEQUENCE.sub("", text))))
-
-
-_CONTROL_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
-_CONTROL_SEQUENCE = re.compile(
-    rf"{_CONTROL_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])"
-)
-"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): those that hold text (such as a title), CSI, and short ones."""
-_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All other control characters except newlines and tabs; some move the cursor."""
-_SURROGATES = re.compile("[\ud800-\udfff]")
-"""Lone surrogates: undecodable bytes, which printing would turn back into raw bytes."""
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Secrets
-
-_known_secrets: set[str] = set()
-"""Secrets in this process's settings and environment, from `remember_secrets` and `install_redaction`."""
-
-_MIN_SECRET_CHARS = 6
-"""Shorter secrets are not searched for, because they would match inside ordinary words."""
-
-
-def redact(text: str) -> str:
-    """Return the text for printing or storing, without secrets.
-
-    Masks what looks like a secret (see `mask_credentials`), and known secrets (see `remember_secrets`), which a library
-    may quote anywhere.
-    """
-    text = mask_credentials(text)
-    for secret in sorted(_known_secrets, key=len, reverse=True):
-        if secret in text:
-            text = text.replace(secret, MASK)
-    return text
-
-
-def remember_secrets(tree: Any) -> None:
-    """Register the secrets in a configuration's values, or in one text, so that `redact` masks them everywhere."""
-    if isinstance(tree, dict):
-        for value in tree.values():
-            remember_secrets(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            remember_secrets(value)
-    elif isinstance(tree, str):
-        secrets: list[str] = []
-        _mask_text(tree, secrets)
-        for secret in secrets:
-            for spelling in (secret, urllib.parse.unquote(secret), urllib.parse.quote(secret, safe="")):
-                if len(spelling) >= _MIN_SECRET_CHARS:
-                    _known_secrets.add(spelling)
-
-
-def install_redaction() -> None:
-    """From now on, redact the uncaught exceptions, warnings and log records of this process.
-
-    Also registers the secrets in environment variables, such as WANDB_API_KEY or the password of a proxy, for `redact`.
-    """
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= 8 and not os.path.exists(value):
-            _known_secrets.add(value)
-        elif "://" in value:
-            remember_secrets(value)
-    if sys.excepthook is not _print_exception:
-        sys.excepthook = _print_exception
-        threading.excepthook = _print_thread_exception
-        format_warning = warnings.formatwarning
-        warnings.formatwarning = lambda *args, **kwargs: redact(format_warning(*args, **kwargs))
-        logging.setLogRecordFactory(_RedactedRecord)
-
-
-def _print_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    print_stderr("".join(traceback.format_exception(kind, error, trace)).rstrip())
-
-
-def _print_thread_exception(failed: threading.ExceptHookArgs) -> None:
-    if failed.exc_type is not SystemExit:
-        text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
-        print_stderr(f"Exception in thread {failed.thread.name if failed.thread else '?'}:\n{text.rstrip()}")
-
-
-class _RedactedRecord(logging.LogRecord):
-    """A log record whose message and traceback are redacted for every handler."""
-
-    def getMessage(self) -> str:  # noqa: N802 - the library's name
-        return redact(super().getMessage())
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.exc_info and self.exc_info[0] is not None:  # formatters reuse this cached text
-            self.exc_text = redact("".join(traceback.format_exception(*self.exc_info)).rstrip())
-
-
-def mask_credentials(text: str) -> str:
-    """Mask everything in the text that looks like a secret.
-
-    This covers passwords and keys in URLs (scheme://user:***@host/path?token=***), in headers
-    (`Authorization: Bearer ***`), in command options (--password ***), and tokens of common services (hf_...).
-    """
-    return _mask_text(text, [])
-
-
-def masked(tree: Any) -> Any:
-    """Return a configuration tree with its credentials masked."""
-    if isinstance(tree, dict):
-        return {key: masked(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(masked(item) for item in tree)
-    if not isinstance(tree, str):
-        return tree
-    # If the value is a URL, it extends to the end of the value, whatever characters the password contains.
-    return _ENTIRE_URL.sub(lambda match: _mask_url(match[0], []), mask_credentials(tree))
-
-
-def reject_credentials(key: str, value: object) -> None:
-    """Raise UserError if a setting's value is or contains a URL with a password, key, token or signature.
-
-    It would end up in stored configurations, logs and process lists.
-    """
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
-    if any(isinstance(item, str) and _ENTIRE_URL.match(item) and _mask_url(item, []) != item for item in items):
-        rule = "contains credentials (a password, key, token or signature), which a URL must not"
-        fix = "put them into the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, FSSPEC_HTTP, or ~/.netrc"
-        raise setting_error(key, value, rule, fix=fix)
-
-
-def masked_command(command: str) -> str:
-    """Return a shell command if it is safe to store, or `***` if it may contain a secret.
-
-    A secret can be anywhere in a command, so the command is masked entirely or not at all.  It is safe if it contains
-    no credentials, no URL with a path (the path of a webhook is its secret), and no long random word.
-    """
-    words = re.split(r"[\s'\"=:/,;|&<>()]+", command)
-    is_suspicious = mask_credentials(command) != command or _SUSPICIOUS.search(command) is not None
-    return MASK if is_suspicious or any(map(_looks_random, words)) else command
-
-
-def masked_argument(word: str) -> str:
-    """Return one argument of the trainer's command line with its secrets masked, for storing."""
-    key, _, value = word.partition("=")
-    return f"{key}={masked_command(value)}" if key == "run.on_end" else redact(str(masked(word)))
-
-
-def _looks_random(word: str) -> bool:
-    """Return whether a word may be a key: it is long and mixes letters and digits.
-
-    Names made of short parts, such as llama3b-8k-v2-chat or exp2b_lr3e4_bs64k, do not count.
-    """
-    longest = max(map(len, re.split(r"[-_.]", word)))
-    return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_DIGIT_BOUNDARY.findall(word)) >= 2
-
-
-# Limiting the length of the scheme avoids quadratic matching time on long words.
-_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
-_ENTIRE_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
-
-_PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
-"""Matches scheme://user:password@host.  Digits alone are a port; a password may contain an unencoded slash."""
-_TOKEN_AS_USER = re.compile(r"(https?://)([^\s/:@?#]+)@", re.IGNORECASE)
-"""In an HTTP URL, a user name without a password is a token."""
-_SECRET_WORD = r"token|secret|signature|passw(?:or)?d|passphrase|credential|api[-_]?key|access[-_]?key(?:[-_]?id)?"
-_SECRET_PARAMETER = re.compile(
-    rf"([?&;#](?:[\w.-]*(?:{_SECRET_WORD})"
-    r"|(?:[\w.-]*[-_.])?(?:key|sig|pwd|pass|auth|authorization|jwt|sas|code|hmac|session|sessionid))=)([^&;#]*)",
-    re.IGNORECASE,
-)
-_SECRETS_IN_TEXT = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # a header, on a command line or in a library's message
-        r"(?i)(\b(?:(?:proxy-)?authorization|cookie|api-?key|[\w-]{1,40}-(?:key|token|secret))['\"]?[ \t]*:[ \t]*"
-        r"['\"]?(?:(?:bearer|basic|token|digest|apikey)[ \t]+)?)(?!(?:bearer|basic|token|digest|apikey)[ \t])"
-        r"([^\s'\",}*$][^\s'\",}*]{3,})",
-        r"(?i)(\bbearer[ \t]+)([\w.~+/=-]{8,})",
-        # an entry of JSON, or of a mapping quoted in a message
-        r"(?i)(['\"][\w-]{0,40}(?:password|passwd|secret|api_?key|access_?key|access_token)['\"]: ?['\"])([^'\"*]{4,})",
-        # a command option, or a variable set for a command
-        rf"(?i)((?:^|[\s'\"])--?[\w-]{{0,40}}(?:{_SECRET_WORD})(?:=|[ \t]+))([^\s'\"$*]+)",
-        r"(\b\w{0,40}(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)=)([^\s'\"$*&;]{4,})",
-        r"((?:^|[\s'\"])(?:-u|--user|--proxy-user)[ \t]*['\"]?[^\s:'\"]+:)([^\s'\"$*]+)",
-        # a token of Hugging Face, GitHub, GitLab, OpenAI, AWS or Slack, or a JSON web token, without a name before it
-        r"()\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[A-Za-z0-9_-]{20,}"
-        r"|AKIA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)",
-    )
-)
-_SECRET_NAME = re.compile(
-    r"(?:^|[._-])(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|secret)[-_]?key)$", re.IGNORECASE
-)
-"""Names of settings and environment variables whose values are secrets."""
-_SUSPICIOUS = re.compile(
-    r"://[^\s/'\"]+/[^\s'\"]"  # a URL with a path
-    r"|(?<![\w./$-])(?:[\w-]+\.)+[a-z]{2,}/[^\s'\"]"  # the same without a scheme
-    # anything called password, key or the like, unless its value is a variable
-    r"|(?<![a-z])(?:pass(?:w(?:or)?d|phrase|in|out)?|pwd|token|secret|credentials?|auth|authorization|key|signature|jwt)"
-    r"['\"]?[=:\s]\s*['\"]?(?!(?:(?:bearer|basic|token)\s+)?['\"]?\$)[^\s'\"]"
-    # programs that take passwords in options of one letter
-    r"|\b(?:mysql\w*|mariadb\S*|psql|redis-cli|mongo\w*|mosquitto_\w+|smbclient|l?ftp|ldap\w+|mail\w*|swaks)\s.*-[apuw]\b"
-    r"|\b(?:mysql|mariadb)\S*\s.*-p\S|sshpass",
-    re.IGNORECASE,
-)
-"""Commands that may contain a secret."""
-_LETTER_DIGIT_BOUNDARY = re.compile(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])")
-
-
-def _mask_text(text: str, secrets: list[str]) -> str:
-    """Mask everything that looks like a secret, and append the secrets found to `secrets`."""
-
-    def mask(match: re.Match[str]) -> str:
-        secrets.append(match[2])
-        return f"{match[1]}{MASK}"
-
-    text = _URL.sub(lambda match: _mask_url(match[0], secrets), text)
-    for pattern in _SECRETS_IN_TEXT:
-        text = pattern.sub(mask, text)
-    return text
-
-
-def _mask_url(url: str, secrets: list[str]) -> str:
-    def mask(match: re.Match[str]) -> str:
-        if match[2] != MASK:
-            secrets.append(match[2])
-        return f"{match[1]}{MASK}{'@' if match[0].endswith('@') else ''}"
-
-    url = _PASSWORD_IN_URL.sub(mask, url, count=1)
-    url = _TOKEN_AS_USER.sub(mask, url, count=1)
-    return _SECRET_PARAMETER.sub(mask, url)

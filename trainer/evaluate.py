@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import run
-from trainer.config.command_line import parse, split_allow_import
+from trainer.config.command_line import SettingsParser, parse_nproc
 from trainer.config.files import check_imports, read_stored
-from trainer.config.keys import declared_keys
 from trainer.config.load import Layer, command_line_layer, load_layers, stored_layer
-from trainer.config.messages import unknown_option_error
 from trainer.config.model_folder import check_weights, find_native
 from trainer.config.requirements import check_requirements, likely_device
 from trainer.config.rules import check_config
@@ -294,8 +292,6 @@ def _show(subject: Subject, prints_json: bool, trainer: Trainer) -> int:
 # ---------------------------------------------------------------------------------------------------------------
 # Command line
 
-_OPTIONS = ("--json", "--allow-import", "--help")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.  User errors are printed once, without a traceback."""
@@ -308,15 +304,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(argv: Sequence[str], env: Environment, stack: ExitStack) -> run.Task:
     """Find the model, and check the configuration of its evaluation."""
-    words, allow_import = split_allow_import(argv)
-    prints_json = "--json" in words
-    path, settings = _split_path([word for word in words if word != "--json"])
-    arguments = parse(settings)
-    if arguments.options:
-        raise unknown_option_error(min(arguments.options), _OPTIONS, declared_keys())
-    nproc = run.ranks_to_start(arguments.nproc, env)
+    parser = SettingsParser("python -m trainer.evaluate", __doc__)
+    parser.add_argument("--json", action="store_true")
+    options, named, overrides = parser.parse_settings(argv)
+    path = _only_path(options.words)
+    nproc = run.ranks_to_start(parse_nproc(named.get("nproc")), env)
     # Only the process that the user has started pins a checkpoint: the ranks of a launcher must all use the same path.
-    subject = find_subject(path, arguments.overrides, allow_import, None if env.is_distributed else stack)
+    subject = find_subject(path, overrides, options.allow_import, None if env.is_distributed else stack)
     config = subject.config
     num_ranks, num_local_ranks = (nproc, nproc) if nproc else (env.world_size, env.local_world_size)
     check_config(config, num_ranks, num_local_ranks)
@@ -324,21 +318,19 @@ def _prepare(argv: Sequence[str], env: Environment, stack: ExitStack) -> run.Tas
     return run.Task(
         config,
         trainer_class=lambda default: for_evaluation(config.trainer_class(default)),
-        action=partial(_show, subject, prints_json),
+        action=partial(_show, subject, options.json),
         nproc=nproc,
         program=["-m", "trainer.evaluate", *argv],
     )
 
 
-def _split_path(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the path, which is the only argument that is neither an option nor a setting, and the others."""
-    settings = [word for word in words if "=" in word and "/" not in word.partition("=")[0]]
-    paths = [word for word in words if not word.startswith("-") and word not in settings]
+def _only_path(paths: Sequence[str]) -> str:
+    """Return the only path on the command line.  Raises UserError if there are none or several."""
     if len(paths) != 1:
         problem = f"{len(paths)} were given: {' '.join(paths)}" if paths else "none was given"
         example = "python -m trainer.evaluate runs/llama_small"
         raise UserError(f"give one run, checkpoint or Hugging Face folder; {problem}\n  for example: {example}")
-    return paths[0], [word for word in words if word not in paths]
+    return paths[0]
 
 
 def command_line() -> NoReturn:

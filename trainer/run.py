@@ -55,7 +55,6 @@ from trainer.errors import (
     PeerFailed,
     TrainingFailed,
     UserError,
-    install_redaction,
     nearest,
     print_stderr,
     print_stdout,
@@ -111,7 +110,6 @@ def start(argv: Sequence[str], prepare: Callable[[Environment, ExitStack], Task 
     hearing_signals = stop.hearing_signals(lambda number: EXIT_STOPPED, note="run the same command again")
     with hearing_signals, ExitStack() as stack:
         start_time = time.time()
-        install_redaction()
         add_working_directory_to_sys_path()
         limit_spinning()
         use_expandable_segments()

@@ -1,4 +1,4 @@
-"""Functions that split and join URLs, detect globs, and open fsspec file systems.
+"""Functions that split and join URLs, detect globs and credentials, and open fsspec file systems.
 
 In an http(s) URL, `?` starts the query, and only the path can contain the wildcards `*` and `[...]`.  Other URLs
 (s3://, gs://, memory://) have no query, and in them `?` is a wildcard too.
@@ -11,6 +11,24 @@ from typing import Any
 
 STALL_S = 60.0
 """Seconds without data after which an HTTP connection counts as lost."""
+
+
+_CREDENTIALS = re.compile(
+    r"(?i)(?<=://)[^\s/:@?#\[]*:(?!\d+/)[^\s@?#]*(?=@)"  # user:password@; a number before a slash is a port
+    r"|(?<=http://)[^\s/?#]+(?=@)|(?<=https://)[^\s/?#]+(?=@)"  # a user without a password is a token
+    r"|(?<=hf://)[^\s@?#]*:[^\s@?#]*(?=@)"
+    r"|(?<=[?&;#])(?:[\w.-]*[-_.]|access|api|aws)?"
+    r"(?:token|secret|signature|sig|key|accesskeyid|password|credentials?)=[^\s&;#]*"
+)
+
+
+def without_credentials(text: str) -> str:
+    """Return the text with `***` in place of the credentials in its URLs.
+
+    These are `user:password` in front of the host, also if the password contains a slash; with http(s) a user alone;
+    and parameters of a query that are called `token`, `X-Amz-Signature` or the like.
+    """
+    return _CREDENTIALS.sub("***", text) if "://" in text else text
 
 
 def is_http(url: str) -> bool:
@@ -48,6 +66,13 @@ def with_suffix(url: str, old: str, new: str) -> str:
     """Replace the suffix `old` of a URL's path with `new`, and keep the query.  The path must end with `old`."""
     location, query = split_query(url)
     return f"{location.removesuffix(old)}{new}{query}"
+
+
+def has_known_scheme(url: str) -> bool:
+    """Return whether fsspec knows the scheme of a URL; the library that the scheme needs may not be installed."""
+    import fsspec
+
+    return url.partition("://")[0].lower() in fsspec.available_protocols()
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:

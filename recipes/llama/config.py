@@ -48,9 +48,9 @@ def check(config: LlamaConfig) -> None:
         closest = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None
         rule = f"must divide model.dim={config.dim} into heads of even size (RoPE rotates dimensions in pairs)"
         if closest is None:
-            raise setting_error(
-                "model.dim", config.dim, "must be even (RoPE rotates dimensions in pairs)", config.dim + 1
-            )
+            unit = 2 * config.num_heads
+            rule = f"must be a multiple of 2 x model.num_heads={config.num_heads} (RoPE rotates dimensions in pairs)"
+            raise setting_error("model.dim", config.dim, rule, max(1, round(config.dim / unit)) * unit)
         raise setting_error("model.num_heads", config.num_heads, rule, closest)
     if config.num_heads % config.num_kv_heads:
         legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]

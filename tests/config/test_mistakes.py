@@ -51,13 +51,8 @@ log.dir=here
 dry-run
 \N{EN DASH}\N{EN DASH}dry-run
 # the form
-train.steps
-train.steps = 10
 train.steps==5
 train.steps:5
-train.steps=5 now
-data.path=my books/a.txt
-data.path={web: text.txt, code: long.txt} train.steps=5
 # a type
 train.steps=many
 train.steps=1.5
@@ -73,6 +68,9 @@ fsdp.cpu_offload=enabled
 'data.path={a: text.txt, b: }'
 checkpoint.allow_changes=model.dim
 checkpoint.allow_changes=all
+# what another setting must allow
+eval.every=0 eval.patience=3
+lora.alpha=2
 # a limit
 train.steps=-1
 optim.lr=inf
@@ -88,6 +86,8 @@ run.deadline=2020-01-01T00:00
 run.deadline=tomorrow
 # a choice
 optim.name=adamm
+optim.lr=autom
+mesh.shard=nodes
 run.device=gpu
 log.wandb=true
 fsdp.param_dtype=bf16
@@ -122,6 +122,7 @@ log.profile_ranks=[7]
 model.num_heads=5
 model.num_kv_heads=5
 model.dim=97 model.num_heads=1 model.num_kv_heads=1
+model.dim=97
 model.vocab_size=100
 recipe=gpt2 data.source=synthetic data.seq_len=2048
 # data
@@ -133,6 +134,7 @@ data.path=text.txt data.seq_len=4096
 data.path=short.txt
 data.path=b/*.bin data.eval_path=b/held_out-00000.bin
 'data.path={a: text.txt}' 'data.weights={b: 1}'
+'data.path={a: text.txt, b: long.txt}' 'data.weights={a: -1, b: 1}'
 data.tokenizer=byte
 data.train_on=all
 # other trainers
@@ -167,6 +169,12 @@ eval.batch_size=4
 --foo.bar=1
 --allow-import
 \N{LEFT DOUBLE QUOTATION MARK}train.steps=5\N{RIGHT DOUBLE QUOTATION MARK}
+# the form
+train.steps
+train.steps = 10
+train.steps=5 now
+data.path=my books/a.txt
+data.path={{web: text.txt, code: long.txt}} train.steps=5
 # a value
 train.steps=
 train.steps=1:30
@@ -181,8 +189,6 @@ run.dir=files_for_folders
 run.dir=folders_for_files
 checkpoint.resume={LONG_NAME}
 train.init_from=missing
-eval.every=0 eval.patience=3
-lora.alpha=2
 # a model
 model.name=nowhere:mine
 model.name=:llama
@@ -196,6 +202,11 @@ data.path=text.txt data.source=stdlib
 data.path=nowhere
 data.path={LONG_NAME}.txt
 data.path=[text.txt,long.txt]
+'data.path={{a: text.txt, b: long.txt}}' data.weights.a=0
+data.path=nowhere://x
+checkpoint.dir=nowhere://x
+train.init_from=nowhere://x
+model.path=null
 data.path=part-00000.bin
 data.path=empty.txt
 data.path=empty
@@ -453,7 +464,7 @@ def mistake_in(words: Sequence[str], message: str) -> str:
         if equals and first_line.startswith(f"{key}="):
             assert value in first_line, "a path may be shown in full"
             return word
-    assert re.match(r"[\w.]+(\[\d+\])?=", message), message
+    assert re.match(r"[\w.]+(\[\d+\])?=|--", message), message
     return ""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.commands import meshtrainer
-from tests.helpers.tiny import fit, tiny_config
-from trainer import Trainer, UserError, load_config, run
+from trainer import UserError, load_config, run
 from trainer.config.rules import check_config
 from trainer.errors import print_stderr, print_stdout
 
@@ -19,6 +19,8 @@ SECRET = "hunter2"
     ("url", "is_secret"),
     [
         (f"s3://key:{SECRET}@bucket/run", True),
+        (f"s3://key:{SECRET}/with/slashes@bucket/run", True),
+        (f"hf://datasets/me:{SECRET}@x/y", True),
         (f"https://{SECRET}@host/run", True),
         (f"https://host/run?a=1&token={SECRET}", True),
         (f"https://host/run?X-Amz-Date=1&X-Amz-Signature={SECRET}", True),
@@ -29,8 +31,9 @@ SECRET = "hunter2"
 def test_credentials_in_a_url_are_refused_and_not_shown(
     url: str, is_secret: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [f"train.init_from={url}", *([f"data.path={{a: '{url}', b: x}}"] if is_secret else [])]
-    for setting in settings:
+    keys = ("data.path", "train.init_from", "checkpoint.dir", "model.path", "data.tokenizer")
+    settings = [f"{key}={url}" for key in keys] + [f"data.path={{a: '{url}', b: x}}"]
+    for setting in settings if is_secret else [f"train.init_from={url}"]:
         code = run.main(["recipe=llama_small", setting, "--print-config"])
         printed = "".join(capsys.readouterr())
         assert SECRET not in printed
@@ -38,36 +41,31 @@ def test_credentials_in_a_url_are_refused_and_not_shown(
         assert ("environment" in printed and setting.partition("=")[0] in printed) if is_secret else url in printed
 
 
-@pytest.mark.slow
-def test_credentials_are_not_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither in the folder of a run, nor in messages about a URL that cannot be used."""
-    with pytest.raises(UserError) as refused:
-        Trainer(tiny_config(tmp_path / "run", f"checkpoint.dir=s3://me:{SECRET}@host/ck")).fit()
-    print_stderr(str(refused.value))
-    assert SECRET not in str(refused.value) + "".join(capsys.readouterr())
-    fit(tmp_path / "run", "train.steps=1", f"run.on_end=true --password {SECRET}")
-    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert kept
-    assert not any(SECRET.encode() in content for content in kept)
+def test_credentials_in_a_recipe_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"recipe: llama_small\ncheckpoint: {{dir: 's3://me:{SECRET}@host/ck'}}\n")
+    with pytest.raises(UserError, match=r"^checkpoint\.dir=s3://\*\*\*@host/ck: ") as refused:
+        load_config(str(tmp_path / "mine.yaml"))
+    assert SECRET not in str(refused.value)
 
 
-ATTACKS = {
-    "title": ("\x1b]0;PWNED\x07", ""),
-    "clear": ("\x1b[2J\x1b[H", ""),
-    "C1": ("\x9d0;PWNED\x9c\x9b2J", ""),
-    "nested": ("\x1b\x1b[0m[2J", "[2J"),
-    "overwriting": ("error\rfine\b\b\x7f", "errorfine"),
-    "half a character": ("\udc9b2J", "\ufffd2J"),
-}
+def test_a_command_is_stored_as_it_is() -> None:
+    """A URL in it may contain anything; its secrets belong into variables that its shell expands."""
+    command = f"curl https://host/?token={SECRET}"
+    assert command in load_config("llama_small", [f"run.on_end={command}"]).stored_yaml()
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_escape_sequences_are_stripped(attack: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text, left = ATTACKS[attack]
+CONTROLS = ["\x1b]0;title\x07", "\x1b[2J\x1b[H", "\x9d0;title\x9c\x9b2J", "\x1b\x1b[0m[2J", "a\rb\b\b\x7f", "\udc9b2J"]
+
+
+@pytest.mark.parametrize("text", CONTROLS)
+def test_no_control_character_reaches_a_terminal(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_stderr(f"before {text} after\n\tnext line: ü, 日本")
     print_stdout(f"before {text} after\n\tnext line: ü, 日本")
-    cleaned = f"before {left} after\n\tnext line: ü, 日本\n"
-    assert capsys.readouterr() == (cleaned, cleaned)
+    for printed in capsys.readouterr():
+        controls = {character for character in printed if unicodedata.category(character) in ("Cc", "Cs")}
+        assert controls == {"\n", "\t"}
+        assert printed.startswith("before ")
+        assert printed.endswith(" after\n\tnext line: ü, 日本\n")
 
 
 @pytest.mark.parametrize("name", ["a\x9bb", "a\x7fb", "a\x1b[2Jb"])
@@ -84,4 +82,4 @@ def test_listing_of_checkpoints_shows_names_as_text(tmp_path: Path) -> None:
     (folder / "checkpoints" / "damaged-\x9b2Jstep_00000002").mkdir(parents=True)
     listed = meshtrainer("checkpoints", folder).out
     assert "[/red]" in listed
-    assert not [control for control in ("\x1b", "\x9b", "\x07", "PWNED") if control in listed]
+    assert not [control for control in ("\x1b", "\x9b", "\x07") if control in listed]

@@ -31,7 +31,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.errors import UserError, redact, reject_credentials
+from trainer.errors import UserError, reject_credentials
 from trainer.files import crc32, local_path, read_all, sync_folder, temporary_folder
 from trainer.urls import open_filesystem
 
@@ -135,7 +135,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     except (ImportError, ValueError) as error:
         scheme = text.partition("://")[0]
         fix = f"install the fsspec library for {scheme}://, or use a folder or another URL"
-        raise UserError(redact(f"{text}: {error}\n  to fix: {fix}")) from error
+        raise UserError(f"{text}: {error}\n  to fix: {fix}") from error
     return RemoteStorage(system, root.rstrip("/"), text.rstrip("/"))
 
 
@@ -151,7 +151,7 @@ def list_configured_folder(storage: Storage) -> list[str]:
         if isinstance(storage, LocalStorage):
             raise
         fix = "check the URL, its credentials, and whether this machine can reach it"
-        raise UserError(redact(f"{storage}: cannot be read ({error})\n  to fix: {fix}")) from error
+        raise UserError(f"{storage}: cannot be read ({error})\n  to fix: {fix}") from error
 
 
 def is_same_location(one: str, other: str) -> bool:

@@ -1,23 +1,22 @@
-"""Parses the command line; generates the output of `--help` and `--why`, and shell completion scripts.
+"""Parses the command line, and generates the output of `--help`.
 
 This module does not import torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import yaml
+from typing import Any, NoReturn
 
 from trainer.config.files import recipe_description, recipe_files
 from trainer.config.keys import declared_keys
 from trainer.config.messages import DASHES, type_name, unexpected_argument_error, unknown_option_error
-from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
-from trainer.errors import UserError, choice_error, nearest, printable, setting_error
+from trainer.config.schema import RunConfig
+from trainer.errors import CommandParser, UserError, nearest, setting_error
 from trainer.objective import all_objectives
 from trainer.registry import all_models
 
@@ -27,7 +26,6 @@ from trainer.registry import all_models
 _MAX_PROCESSES = 1024
 """Upper limit on `nproc`; no single machine runs this many ranks."""
 ALLOW_IMPORT = "--allow-import"
-_OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 
 
 @dataclass(frozen=True)
@@ -49,53 +47,81 @@ class Arguments:
         return option in self.options
 
 
+class SettingsParser(CommandParser):
+    """A parser of a command that takes settings (NAME=VALUE) beside its options, in any order.
+
+    names: what the command takes as NAME=VALUE besides the configuration keys, `recipe` and `nproc`.
+
+    Unlike other parsers it raises UserError for a mistake, because several ranks may find the same one.
+    """
+
+    def __init__(
+        self, prog: str, description: str | None = None, names: Sequence[str] = (), add_help: bool = True
+    ) -> None:
+        super().__init__(prog, description, add_help)
+        self._names = names
+        self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+        self.add_allow_import()
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
+        raise UserError(f"{message.removeprefix('argument ')}\n  to fix: see {self.prog} --help")
+
+    def format_help(self) -> str:
+        """Return the description, which explains the options too."""
+        return self.description or ""
+
+    def parse_settings(self, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str], list[str]]:
+        """Return the options, `recipe`, `nproc` and the other `names` that are given, and the overrides of keys.
+
+        The last value of a repeated name applies.  Words without an equals sign are in `words` of the options, for
+        `refuse_words`.  Raises UserError for an unknown option or a wrong value of an option.
+        """
+        options, unknown = self.parse_known_intermixed_args(list(argv))
+        settings = [word for word in options.words if _is_setting(word)]
+        options.words = [word for word in options.words if word not in settings]
+        for word in (*unknown, *options.words):
+            if word.startswith(DASHES):
+                raise unknown_option_error(word, self._option_string_actions, declared_keys(), self._names)
+        named: dict[str, str] = {}
+        overrides = []
+        for word in settings:
+            name, _, value = word.partition("=")
+            if name in ("recipe", "nproc", *self._names):
+                named[name] = value
+            else:
+                overrides.append(word)
+        return options, named, overrides
+
+    def refuse_words(self, words: Sequence[str], has_recipe: bool) -> None:
+        """Raise UserError if there are words that are neither options nor settings."""
+        if words:
+            raise unexpected_argument_error(words[0], recipe_files(), has_recipe, list(self._option_string_actions))
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word has the form NAME=VALUE; a path or URL may contain an equals sign too."""
+    name, equals, _ = word.partition("=")
+    return bool(name and equals) and "/" not in name and not name.startswith(DASHES)
+
+
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse the command line.  If a key is given twice, the last value applies.
+    """Parse the command line of `trainer.run`.  If a key is given twice, the last value applies.
 
     Raises UserError for an unknown option, a malformed argument, or `--why` without `--print-config`, `--help` or
     `--version`.
     """
-    argv, assignments = list(argv), dict[str, str]()
-    options, overrides, sections = set(), [], []
-    argv, allow_import = split_allow_import(argv)
-    wants_help = "--help" in argv or "-h" in argv
-    for index, argument in enumerate(argv):
-        key, equals, value = argument.partition("=")
-        if argument in (*_OPTIONS, "-h"):
-            options.add("--help" if argument == "-h" else argument)
-        elif argument.startswith(DASHES):
-            raise unknown_option_error(argument, _OPTIONS, declared_keys())
-        elif key in ("recipe", "nproc") and equals:
-            assignments[key] = value
-        elif wants_help and not equals:
-            sections.append(argument)
-        elif not equals or not key:
-            has_recipe = any(word.startswith("recipe=") for word in argv)
-            raise unexpected_argument_error(argv, index, recipe_files(), has_recipe, _OPTIONS)
-        else:
-            overrides.append(argument)
-    nproc = _parse_nproc(assignments["nproc"]) if "nproc" in assignments else None
+    parser = SettingsParser("python -m trainer.run", add_help=False)
+    for names in (["--help", "-h"], ["--version"], ["--print-config"], ["--why"], ["--dry-run"]):
+        parser.add_argument(*names, dest="options", action="append_const", const=names[0], default=[])
+    found, named, overrides = parser.parse_settings(argv)
+    options = frozenset(found.options)
+    if "--help" not in options:
+        parser.refuse_words(found.words, "recipe" in named)
+    nproc = parse_nproc(named.get("nproc"))
     if "--why" in options and options.isdisjoint(("--print-config", "--help", "--version")):
         raise UserError("--why: explains the output of --print-config\n  to fix: add --print-config, or leave it out")
-    return Arguments(assignments.get("recipe"), overrides, nproc, frozenset(options), allow_import, sections)
-
-
-def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split off `--allow-import MODULE`, which may be repeated.  Return the other arguments, and the modules.
-
-    Raises UserError if a module's name is missing.
-    """
-    others, modules, arguments = list[str](), list[str](), iter(argv)
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name != ALLOW_IMPORT:
-            others.append(argument)
-            continue
-        module = value if equals else next(arguments, "")
-        if not module or module.startswith("-") or "=" in module:
-            raise UserError(f"{ALLOW_IMPORT}: needs the name of a module\n  for example: {ALLOW_IMPORT} my_models")
-        modules.append(module)
-    return others, modules
+    return Arguments(named.get("recipe"), overrides, nproc, options, found.allow_import, found.words)
 
 
 def missing_recipe_error(usage: str, overrides: Collection[str]) -> UserError:
@@ -108,7 +134,10 @@ def missing_recipe_error(usage: str, overrides: Collection[str]) -> UserError:
     return UserError(f"recipe=NAME is missing\n  {advice}\n{usage}\nrecipes: {', '.join(files)}", proposal)
 
 
-def _parse_nproc(text: str) -> int:
+def parse_nproc(text: str | None) -> int | None:
+    """Return the number of processes; None if it is not given.  Raises UserError for anything but a number."""
+    if text is None:
+        return None
     rule = f"must be a number of processes, from 1 to {_MAX_PROCESSES}"
     if not text.isdecimal() or len(text) > 9:
         raise setting_error("nproc", text, rule, proposal=1)
@@ -139,7 +168,6 @@ exit codes: 0 finished, 2 a mistake in the input, 75 stopped on request (run it 
 _COMMANDS = """\
 other commands, as `python -m trainer.COMMAND` or `meshtrainer COMMAND`, each with --help:
   prepare, plan, data, checkpoints, evaluate, generate, export, report
-shell completion: eval "$(meshtrainer completion bash)", or zsh
 """
 
 _MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")
@@ -215,105 +243,3 @@ def _format(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
     return str(value) if value != "" else "(empty)"
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# --print-config --why
-
-_MAX_COLUMNS = 100
-_MAX_INDENT = 36
-"""The last column at which aligned comments may start.  After a longer value, the comment follows directly."""
-
-
-def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """Return `config.to_yaml()` with a comment on each non-default value that says where the value came from.
-
-    origins: `Resolution.origins`, from `load_with_origins`.
-
-    Comments are aligned, except after a long value.  A comment that would extend past column 100, or into a multi-line
-    value, goes above its key.  The text remains a valid recipe file.
-    """
-    text = config.to_yaml()
-    lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model), type(config.objective))
-    comments: list[tuple[int, int | None, str]] = []
-    for section, values in yaml.compose(text).value:
-        for key, name, value in _yaml_nodes(section.value, values):
-            current = operator.attrgetter(key)(config)
-            item = keys[key]
-            factory = item.default_factory
-            default = item.default if factory is dataclasses.MISSING else factory()
-            if key != "model.name" and plain_lists(current) == plain_lists(default):
-                continue
-            first_line: int = name.start_mark.line
-            last_line: int | None = first_line
-            if isinstance(value, yaml.ScalarNode):  # no comments inside multi-line strings
-                last_line = None if value.style in ("|", ">") else value.end_mark.line
-            comments.append((first_line, last_line, _origin_comment(origins.get(key, "unknown"))))
-    widths = [len(lines[last_line]) + 2 for _, last_line, _ in comments if last_line is not None]
-    indent = max((width for width in widths if width <= _MAX_INDENT), default=0)
-    lines_above: dict[int, str] = {}
-    for first_line, last_line, comment in comments:
-        line = "" if last_line is None else f"{lines[last_line] + '  ':<{indent}}{comment}"
-        if last_line is None or len(line) > _MAX_COLUMNS:
-            lines_above[first_line] = f"  {comment}"
-        else:
-            lines[last_line] = line
-    return "".join(
-        f"{lines_above[number]}\n{line}\n" if number in lines_above else f"{line}\n"
-        for number, line in enumerate(lines)
-    )
-
-
-def _yaml_nodes(prefix: str, values: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield each key of a section with the YAML nodes of its name and of its value."""
-    for name, value in values.value:
-        key = f"{prefix}.{name.value}"
-        if key in SUBSECTIONS:
-            yield from _yaml_nodes(key, value)
-        else:
-            yield key, name, value
-
-
-def _origin_comment(origin: str) -> str:
-    """Return an origin as a comment on one short line, even if a path in it contains line breaks."""
-    text = f"# {' '.join(printable(origin).split())}"
-    max_len = _MAX_COLUMNS - 2
-    return text if len(text) <= max_len else f"{text[: max_len // 2]}...{text[3 - max_len + max_len // 2 :]}"
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Shell completion
-
-_BASH = """\
-_meshtrainer() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} key=
-    [[ $word == "=" ]] && word= key=${{COMP_WORDS[COMP_CWORD-1]}}
-    [[ ${{COMP_WORDS[COMP_CWORD-1]}} == "=" ]] && key=${{COMP_WORDS[COMP_CWORD-2]}}
-    [[ $key == recipe ]] && COMPREPLY=($(compgen -W "{recipes}" -- "$word"))
-    [[ -n $key ]] && return
-    COMPREPLY=($(compgen -W "{words}" -- "$word"))
-    [[ ${{COMPREPLY[0]-}} == *= ]] && compopt -o nospace
-}}
-complete -o default -F _meshtrainer meshtrainer
-"""
-_ZSH = """\
-#compdef meshtrainer
-_meshtrainer() {{ compadd -S '' -- {words}; _files }}
-compdef _meshtrainer meshtrainer
-"""
-
-
-def completion_script(shell: str, commands: Iterable[str]) -> str:
-    """Return the completion script for bash, to load with `eval "$(meshtrainer completion bash)"`, or for zsh.
-
-    Raises UserError if the shell is missing or unknown.
-    """
-    scripts = {"bash": _BASH, "zsh": _ZSH}
-    if not shell:
-        raise UserError("completion: the shell is missing\n  for example: meshtrainer completion bash")
-    if shell not in scripts:
-        raise choice_error("completion", shell, sorted(scripts))
-    words = [*commands, *(f"recipe={name}" for name in recipe_files()), "nproc="]
-    words += [f"{key}=" for key in declared_keys()]
-    words += [*_OPTIONS, ALLOW_IMPORT]
-    return scripts[shell].format(words=" ".join(words), recipes=" ".join(recipe_files()))

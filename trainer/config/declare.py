@@ -121,7 +121,10 @@ def check_number(
         ("below", lambda bound: number >= bound),
     ):
         if limit in limits and is_violated(limits[limit]):
-            nearest_legal = limits[limit] if limit in ("at_least", "at_most") and value == number else None
+            is_inclusive = limit in ("at_least", "at_most")
+            # A model's numbers must also fit each other: its smallest width is not a width that suits its heads.
+            is_legal = is_inclusive and value == number and not key.startswith("model.")
+            nearest_legal = limits[limit] if is_legal else None
             rule = f"must be {limit.replace('_', ' ')} {limits[limit]}"
             null = re.search(r"null: ([^;]+)", str(limits.get("meaning", "")))
             fix = f"{key}=null means {null[1]}" if null and nearest_legal is None else ""

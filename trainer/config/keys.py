@@ -20,13 +20,14 @@ from yaml import YAMLError
 from trainer.config.declare import check_number, union_members
 from trainer.config.messages import (
     example_value,
-    suggest_value,
     type_name,
     unexpected_argument_error,
     unknown_key_error,
+    words_of,
+    wrong_value_error,
 )
 from trainer.config.schema import SUBSECTIONS, RunConfig
-from trainer.errors import UserError, as_argument, as_typed, choice_error, setting_error
+from trainer.errors import setting_error
 from trainer.objective import Tokens
 
 COMMAND_LINE = "command line"
@@ -35,6 +36,9 @@ COMMAND_LINE = "command line"
 TYPED_BY_OTHERS = ("model.", "objective.")
 """Prefixes of the keys whose types depend on `model.name` and `train.objective`.  On the command line, their values are
 text until these are known."""
+
+FREE_TEXT = ("run.on_end", "log.prompts")
+"""Keys whose text may contain anything, also what looks like credentials in a URL."""
 
 EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 """The part of an error message that says what is wrong with an empty value."""
@@ -103,12 +107,7 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise unexpected_argument_error([override], 0, (), has_recipe=True)
-        if text.startswith("="):
-            rule = "an argument has the form section.key=value"
-            value = text.lstrip("=")
-            message = f"{override!r}: {rule}\n  did you mean {as_typed(key, value)}?"
-            raise UserError(message, as_argument(key, value))
+            raise unexpected_argument_error(override, (), has_recipe=True)
         if key in SUBSECTIONS:
             content: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))
             for name, value in expand_subsection(key, content["value"]):
@@ -187,7 +186,7 @@ def typed_config(
         if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
             value = os.path.expanduser(value)
         options = union_members(hint)
-        words = [word for option in options for word in typing.get_args(option) if isinstance(word, str)]
+        words = words_of(options)
         if value is False and "off" in words:  # YAML 1.1 reads a bare `off` as a boolean
             value = "off"
         try:
@@ -195,7 +194,7 @@ def typed_config(
                 value = float(value)
             OmegaConf.update(tree, key, value, merge=False)
         except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-            raise _wrong_value_error(key, given, value, declared[key], words, where) from error
+            raise wrong_value_error(key, given, declared[key], where) from error
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
@@ -206,19 +205,6 @@ def typed_config(
     assert isinstance(config, RunConfig)
     _check_limits(config)
     return config
-
-
-def _wrong_value_error(
-    key: str, given: Any, value: Any, declared: dataclasses.Field[Any], words: list[str], where: str
-) -> UserError:
-    aliases: Mapping[str, object] = declared.metadata.get("aliases", {})
-    if words and len(union_members(declared.type)) == 1:
-        return choice_error(key, value, words, aliases=aliases)
-    rule = f"must be {declared.metadata.get('form', type_name(declared.type))}{where}"
-    suggestion = aliases.get(str(value).lower())
-    if suggestion is not None:
-        return setting_error(key, value, rule, suggestion)
-    return setting_error(key, given, rule, **suggest_value(value, declared.type, declared))
 
 
 _KEY_REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
@@ -244,6 +230,6 @@ def _check_limits(config: RunConfig) -> None:
         metadata = declared[key].metadata
         for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                check_number(key, value, number, metadata, functools.partial(example_value, declared[key]))
+                check_number(key, value, number, metadata, functools.partial(example_value, key, declared[key]))
         if "pattern" in metadata and isinstance(value, str) and not re.fullmatch(metadata["pattern"], value):
             raise setting_error(key, value, f"must be {metadata['form']}", metadata.get("example"))

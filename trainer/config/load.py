@@ -29,7 +29,15 @@ from trainer.config.files import (
     read_yaml,
     recipe_files,
 )
-from trainer.config.keys import COMMAND_LINE, TYPED_BY_OTHERS, declared_keys, parse_text, split_overrides, typed_config
+from trainer.config.keys import (
+    COMMAND_LINE,
+    FREE_TEXT,
+    TYPED_BY_OTHERS,
+    declared_keys,
+    parse_text,
+    split_overrides,
+    typed_config,
+)
 from trainer.config.model_folder import (
     DeclaredModel,
     find_native,
@@ -39,7 +47,7 @@ from trainer.config.model_folder import (
 )
 from trainer.config.schema import AUTO, MODEL, MODEL_KEYS, RunConfig
 from trainer.config.weights import is_fine_tuning, locate, parse_bool
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, reject_credentials, setting_error
 from trainer.objective import find_objective
 from trainer.registry import find_model
 
@@ -103,6 +111,10 @@ def load_layers(layers: Sequence[Layer], name: str, needs_weights: bool = True) 
 
     Raises UserError as `load_config` does.
     """
+    for layer in layers:
+        for key, value in layer.values.items():
+            if key not in FREE_TEXT:
+                reject_credentials(key, value)
     notes: list[str] = []
     layers, fetched = fetch_models(layers, name, notes, needs_weights)
     given, _ = merge(layers)

@@ -95,7 +95,10 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
             )
             raise setting_error(key, weights, rule, meant or dict.fromkeys(names, 1))
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
-            raise setting_error(f"{key}.{name}", weight, "must be a number of at least 0", 0)
+            without = {**weights, name: 0}
+            is_legal = all(isinstance(other, (int, float)) for other in without.values()) and sum(without.values()) > 0
+            legal = without if is_legal else dict.fromkeys(names, 1)
+            raise setting_error(key, weights, f"{name}={weight} must be a number of at least 0", legal)
     total = sum(weights.values())
     if not total:
         raise setting_error(key, weights, "at least one weight must be above 0", proposal=dict.fromkeys(names, 1))

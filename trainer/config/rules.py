@@ -32,6 +32,7 @@ from trainer.config.parallel import (
 from trainer.config.phases import find_phases
 from trainer.config.schema import AUTO, MODEL, LoraSection, RunConfig
 from trainer.errors import UserError, choice_error, nearest, setting_error, yaml_scalar
+from trainer.urls import has_known_scheme
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
@@ -129,6 +130,14 @@ def _check_settings(config: RunConfig) -> None:
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", config.run.deadline, "has already passed", proposal=tomorrow)
     _check_base_model(config)
+    for key, value in (
+        ("checkpoint.dir", config.checkpoint.dir),
+        ("checkpoint.resume", resume),
+        ("train.init_from", config.train.init_from),
+    ):
+        if value is not None and "://" in value and not has_known_scheme(value):
+            rule = f"{value.partition('://')[0]}:// is no kind of storage that fsspec knows"
+            raise setting_error(key, value, rule, fix="use a folder, or a URL such as s3://bucket/path")
     _check_init_from(config)
     _check_run_name(config)
     legal = [

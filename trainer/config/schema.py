@@ -228,6 +228,7 @@ class CheckpointSection:
     resume: str = declare(
         "auto",
         "auto: resume from the newest good checkpoint; none: start over; or the path of a checkpoint or run",
+        aliases={"true": "auto", "false": "none"},
     )
     allow_changes: tuple[str, ...] = declare(
         (), "permitted differences from the checkpoint: keys, sections, or state.<name>", example=["optim.name"]

@@ -20,17 +20,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.command_line import split_allow_import
-from trainer.config.files import recipe_files
-from trainer.config.keys import declared_keys
+from trainer.config.command_line import SettingsParser
 from trainer.config.load import load_config
-from trainer.config.messages import unexpected_argument_error, unknown_option_error
 from trainer.config.parallel import smallest_mesh
 from trainer.config.rules import check_config
 from trainer.config.schema import RunConfig
@@ -63,72 +59,37 @@ from trainer.tables import table
 _COMMANDS = ("show", "plan")
 
 
-@dataclass
-class _Arguments:
-    """Parsed command-line arguments."""
-
-    command: str = ""
-    recipe: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
-    """The values of the integer options; initially their defaults."""
-    full_text: bool = False
-    allow_import: list[str] = field(default_factory=list)
-
-
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command given on the command line and return the exit code."""
     add_working_directory_to_sys_path()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print_stdout(__doc__ or "")
-        return EXIT_FINISHED
-    return run_command(lambda: _run(_parse(arguments)))
+    parser = SettingsParser("python -m trainer.data", __doc__)
+    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--full", action="store_true")
+    return run_command(lambda: _run(parser, sys.argv[1:] if argv is None else argv))
 
 
-def _parse(arguments: Sequence[str]) -> _Arguments:
-    arguments, allow_import = split_allow_import(arguments)
-    parsed, remaining = _Arguments(allow_import=allow_import), iter(arguments)
-    for argument in remaining:
-        key, _, value = argument.partition("=")
-        if key in parsed.numbers:
-            text = value or next(remaining, "")
-            if not text.isdecimal() or int(text) < 1:
-                raise setting_error(key, text or None, "must be a whole number of at least 1", proposal=1)
-            parsed.numbers[key] = int(text)
-        elif argument == "--full":
-            parsed.full_text = True
-        elif argument.startswith("-"):
-            raise unknown_option_error(argument, [*parsed.numbers, "--full"], declared_keys())
-        elif key == "recipe":
-            parsed.recipe = value
-        elif "=" in argument:
-            parsed.overrides.append(argument)
-        elif parsed.command:
-            raise unexpected_argument_error(
-                arguments, list(arguments).index(argument), recipe_files(), parsed.recipe is not None
-            )
-        else:
-            parsed.command = argument
-    if parsed.command not in _COMMANDS:
-        if not parsed.command:
-            example = "for example: python -m trainer.data show recipe=llama_small"
-            raise UserError(f"missing command: {', '.join(_COMMANDS)}\n  {example}")
-        raise choice_error("command", parsed.command, _COMMANDS)
-    return parsed
-
-
-def _run(parsed: _Arguments) -> int:
-    config = load_config(parsed.recipe or "llama_small", parsed.overrides, parsed.allow_import, needs_weights=False)
+def _run(parser: SettingsParser, argv: Sequence[str]) -> int:
+    options, named, overrides = parser.parse_settings(argv)
+    for name, number in (("--step", options.step), ("--samples", options.samples)):
+        if number < 1:
+            raise setting_error(name, number, "must be at least 1", 1)
+    if not options.words:
+        example = "for example: python -m trainer.data show recipe=llama_small"
+        raise UserError(f"missing command: {', '.join(_COMMANDS)}\n  {example}")
+    command, *words = options.words
+    if command not in _COMMANDS:
+        raise choice_error("command", command, _COMMANDS)
+    parser.refuse_words(words, "recipe" in named)
+    config = load_config(named.get("recipe", "llama_small"), overrides, options.allow_import, needs_weights=False)
     mesh = smallest_mesh(config)
     check_config(config, mesh.num_ranks, mesh.shard)
-    vocab_size = config.vocab_size if parsed.recipe else None
+    vocab_size = config.vocab_size if "recipe" in named else None
     config = resolve_from_data(config)
     source = open_source(config.data, vocab_size, "train")
     order = make_order(source, config)
-    if parsed.command == "show":
-        step, count = parsed.numbers["--step"], parsed.numbers["--samples"]
-        _show_samples(source, order, config, step=step, count=count, full_text=parsed.full_text)
+    if command == "show":
+        _show_samples(source, order, config, step=options.step, count=options.samples, full_text=options.full)
         return EXIT_FINISHED
     usages = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
     print_stdout("\n".join(_usage_lines(config, usages)))

@@ -12,7 +12,6 @@ import math
 import os
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Protocol
 
 from trainer.config.requirements import BUILT_IN_TRACKERS, TRACKER_ENTRY_POINTS
 from trainer.config.schema import LogSection, RunConfig
-from trainer.errors import masked_argument, reason_of
+from trainer.errors import reason_of
 from trainer.metrics.record import Record, RecordWriter, numeric_fields, read_records
 from trainer.registry import entry_points, import_object
 
@@ -209,8 +208,6 @@ class WandB:
                 finish_timeout=self._FINISH_TIMEOUT_S,
                 console="off",
                 silent=True,
-                # The metadata includes the command line, which may contain secrets.
-                x_disable_meta=any(masked_argument(word) != word for word in sys.argv),
             ),
         )
         self._run.define_metric("step")

@@ -35,11 +35,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.config.command_line import missing_recipe_error, split_allow_import
-from trainer.config.files import recipe_files
-from trainer.config.keys import declared_keys
+from trainer.config.command_line import SettingsParser, missing_recipe_error
 from trainer.config.load import load_config
-from trainer.config.messages import unexpected_argument_error, unknown_option_error
 from trainer.config.parallel import (
     advice_on_shards,
     resolve_context_method,
@@ -73,6 +70,16 @@ from trainer.registry import add_working_directory_to_sys_path
 _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ranks=N] [device=NAME]"
 
 
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    "ranks": int,
+    "ranks_per_node": int,
+    "memory_gib": float,
+    "network_gbps": float,
+    "imbalance": float,
+}
+"""The planner's own settings that are numbers."""
+
+
 @dataclass
 class _Options:
     """The planner's own command-line options, besides the configuration keys of the run."""
@@ -93,16 +100,15 @@ class _Options:
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the planner for a command line; return the exit code."""
     add_working_directory_to_sys_path()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print_stdout(__doc__ or "")
-        return EXIT_FINISHED
-    return run_command(lambda: _plan(arguments))
+    parser = SettingsParser("python -m trainer.plan", __doc__, names=("device", "generate", *_NUMBERS))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--picture", metavar="FILE")
+    parser.add_argument("--calibrate", action="store_true")
+    return run_command(lambda: _plan(parser, sys.argv[1:] if argv is None else argv))
 
 
-def _plan(arguments: list[str]) -> int:
-    arguments, allow_import = split_allow_import(arguments)
-    options, overrides = _parse(arguments)
+def _plan(parser: SettingsParser, argv: Sequence[str]) -> int:
+    options, overrides, allow_import = _parse(parser, argv)
     if options.recipe is None and not options.calibrates:
         raise missing_recipe_error(_USAGE, overrides)
     config = load_config(options.recipe or "llama_small", overrides, allow_import, needs_weights=False)
@@ -181,37 +187,22 @@ def default_num_ranks(config: RunConfig, machine: Machine) -> int:
     return smallest
 
 
-def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
-    """Split the arguments into the planner's options and the overrides of configuration keys."""
-    options, overrides = _Options(), []
-    numbers = {
-        **{"ranks": int, "nproc": int, "ranks_per_node": int},
-        **{"memory_gib": float, "network_gbps": float, "imbalance": float},
-    }
-    remaining = iter(arguments)
-    for argument in remaining:
-        key, equals, text = argument.partition("=")
-        if argument == "--json":
-            options.as_json = True
-        elif argument == "--calibrate":
-            options.calibrates = True
-        elif key == "--picture":
-            options.picture = _parse_picture(text if equals else next(remaining, ""))
-        elif key in ("recipe", "device"):
-            setattr(options, key, text)
-        elif key == "generate":
-            options.workload = GenerationWorkload.parse(text)
-        elif key in numbers:
-            setattr(options, "ranks" if key == "nproc" else key, _parse_number(key, text, numbers[key]))
-        elif argument.startswith("-"):
-            raise unknown_option_error(argument, ["--json", "--picture", "--calibrate", "--help"], declared_keys())
-        elif not equals:
-            raise unexpected_argument_error(
-                arguments, arguments.index(argument), recipe_files(), options.recipe is not None
-            )
-        else:
-            overrides.append(argument)
-    return options, overrides
+def _parse(parser: SettingsParser, argv: Sequence[str]) -> tuple[_Options, list[str], list[str]]:
+    """Return the planner's options, the overrides of configuration keys, and the modules that may be imported."""
+    found, named, overrides = parser.parse_settings(argv)
+    parser.refuse_words(found.words, "recipe" in named)
+    options = _Options(named.get("recipe"), as_json=found.json, calibrates=found.calibrate)
+    options.device = named.get("device", options.device)
+    if found.picture is not None:
+        options.picture = _parse_picture(found.picture)
+    if "generate" in named:
+        options.workload = GenerationWorkload.parse(named["generate"])
+    if "nproc" in named:
+        options.ranks = int(_parse_number("nproc", named["nproc"], int))
+    for key, kind in _NUMBERS.items():
+        if key in named:
+            setattr(options, key, _parse_number(key, named[key], kind))
+    return options, overrides, found.allow_import
 
 
 def _parse_picture(text: str) -> Path:

@@ -16,7 +16,7 @@ from torch import nn
 from trainer.config.parallel import MeshShape, resolve_context_method, resolve_expert_method
 from trainer.config.schema import RunConfig
 from trainer.distributed.world import World
-from trainer.errors import UserError, print_stderr, redact
+from trainer.errors import UserError, print_stderr
 from trainer.metrics.console import readable_bytes
 from trainer.metrics.step_metrics import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
@@ -247,7 +247,7 @@ class Forecast:
     def _write_traceback(self, error: BaseException) -> str:
         path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"
         try:
-            path.write_text(redact("".join(traceback.format_exception(error))))
+            path.write_text("".join(traceback.format_exception(error)))
         except OSError:  # no folder yet, or the disk is full: print it instead
             print_stderr("".join(traceback.format_exception(error)).rstrip())
             return "above"

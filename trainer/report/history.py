@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.files import read_yaml
-from trainer.errors import UserError, redact, setting_error
+from trainer.errors import UserError, setting_error
 from trainer.lifecycle.owner import is_owned
 from trainer.metrics.goodput import Goodput, RunHistory, TimeLedger
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read_records, source_names
@@ -293,7 +293,7 @@ def _run_state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
     """Return the run's state (see `RecordedRun.state`), and the reason for it."""
     try:
         status = json.loads((folder / "status.json").read_text())
-        state, reason = str(status["state"]), redact(str(status.get("reason") or ""))
+        state, reason = str(status["state"]), str(status.get("reason") or "")
     except (OSError, ValueError, KeyError, TypeError):
         return (attempts[-1].outcome if attempts else "") or "unknown", ""
     if state == "running" and not is_owned(folder):
