@@ -241,7 +241,6 @@ def test_config_yaml_of_a_run_is_a_recipe(one: SharedRun) -> None:
         (-1, -1, 8, 8, None),
         (0, -1, 8, 8, None),
         (1, -2, 8, 8, None),
-        (1, "nod", 8, 8, None),
         (1, "node", 6, 4, None),
         (4, "node", 8, 4, None),
     ],

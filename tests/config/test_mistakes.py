@@ -96,6 +96,7 @@ fsdp.wrap=blocks
 fsdp.wrap=size:big
 train.activation_checkpoint=budget:2
 train.micro_batch_size=all
+mesh.shard=nod
 checkpoint.every=often
 checkpoint.resume=nowhere
 checkpoint.allow_changes=[train.step]

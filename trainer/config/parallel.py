@@ -57,13 +57,10 @@ def resolve_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int
     shard = mesh.shard
     if shard == "node":
         if world_size % local_world_size:
-            raise setting_error(
-                "mesh.shard", "node", f"{world_size} ranks do not divide evenly into nodes of {local_world_size}", -1
-            )
+            rule = f"{world_size} ranks do not divide evenly into nodes of {local_world_size}"
+            raise setting_error("mesh.shard", "node", rule, -1)
         shard = local_world_size
         replicate = -1 if replicate == 1 else replicate
-    if not isinstance(shard, int):
-        raise setting_error("mesh.shard", shard, "must be a whole number, -1, or node", -1)
     for key, size, other in (("mesh.replicate", replicate, shard), ("mesh.shard", shard, replicate)):
         if size == 0 or size < -1:
             legal = world_size // other if other > 0 and world_size % other == 0 else 1
@@ -98,9 +95,8 @@ def smallest_mesh(config: RunConfig) -> MeshShape:
 def check_divides(key: str, value: int, world_size: int) -> None:
     """Raise UserError unless `value` divides the number of ranks."""
     if world_size % value:
-        raise setting_error(
-            key, value, f"must divide the number of ranks, {world_size}", nearest_divisor(value, world_size)
-        )
+        rule = f"must divide the number of ranks, {world_size}"
+        raise setting_error(key, value, rule, nearest_divisor(value, world_size))
 
 
 def nearest_divisor(value: int, total: int) -> int:
@@ -196,8 +192,6 @@ def context_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) ->
 
 def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> None:
     """Raise UserError for a context axis that does not fit the mesh, the sequences or the model."""
-    if isinstance(config.mesh.context, str):
-        raise setting_error("mesh.context", config.mesh.context, "must be a whole number, or auto", AUTO)
     context = config.context
     method = resolve_context_method(config, ranks_per_node).mesh.context_method
     if context == 1:
@@ -235,8 +229,6 @@ def check_batch(config: RunConfig, shape: MeshShape) -> None:
     """Raise UserError if the global batch does not divide evenly among the ranks."""
     batch = config.train.global_batch_size
     micro = config.train.micro_batch_size
-    if isinstance(micro, (str, bool)) and micro != AUTO:
-        raise setting_error("train.micro_batch_size", micro, "must be a whole number, or auto", AUTO)
     micro = 1 if micro == AUTO else int(micro)
     num_groups = config.num_groups(shape.num_ranks)
     context = config.context
@@ -309,8 +301,6 @@ def expert_parallel_choices(config: RunConfig, shape: MeshShape, ranks_per_node:
 
 def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> None:
     """Raise UserError for an expert axis that does not fit the mesh, the model or the other settings."""
-    if isinstance(config.mesh.expert, (str, bool)):
-        raise setting_error("mesh.expert", config.mesh.expert, "must be a whole number, or auto", AUTO)
     expert = config.expert
     if expert == 1:
         return
