@@ -83,6 +83,7 @@ def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
             options = [word.partition("=")[0] for word in words if word.startswith("--")]
             assert all(option in helps[found[1]] for option in options), line
         elif not re.search(r"model\.(path|name=my_)|init_from|--help|recipe=mine", line):
+            words = [word.replace("$lr", "1e-3") for word in words]  # the variable of a loop
             settings = [word for word in words if "=" in word and not word.startswith(("nproc=", "recipe=", "--"))]
             (recipe,) = (word.removeprefix("recipe=") for word in words if word.startswith("recipe="))
             load_config(recipe, settings)

@@ -439,8 +439,8 @@ def reject_record(record: Any, location: str, text_key: str, bad: BadDocuments) 
     elif text_key not in record:
         rule = f"{location} has no such key; its keys: {', '.join(record) or 'none'}"
         fix = chat_advice(record, keys)
-        legal = None if fix else nearest(text_key, record) or (*record, None)[0]
-        bad.reject(keys.text_key, text_key, rule, legal=legal, fix=fix)
+        proposal = None if fix else nearest(text_key, record) or (*record, None)[0]
+        bad.reject(keys.text_key, text_key, rule, proposal=proposal, fix=fix)
     elif record[text_key] is None:
         bad.reject(keys.inputs, location, f"has no text: its {text_key!r} is null")
     elif isinstance(record[text_key], (str, bytes)):
@@ -449,7 +449,7 @@ def reject_record(record: Any, location: str, text_key: str, bad: BadDocuments) 
         strings = [key for key, value in record.items() if isinstance(value, str)]
         rule = f"at {location} it is not text but {type(record[text_key]).__name__}"
         fix = chat_advice(record, keys)
-        bad.reject(keys.text_key, text_key, rule, legal=None if fix else next(iter(strings), None), fix=fix)
+        bad.reject(keys.text_key, text_key, rule, proposal=None if fix else next(iter(strings), None), fix=fix)
 
 
 _CHAT_KEYS = (

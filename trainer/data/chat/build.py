@@ -195,7 +195,7 @@ class ChatBuild(Build):
             return documents
         if self.too_long == "error":
             rule = f"has {longest} tokens, but a sequence fits only {max_tokens}"
-            raise BadChat(rule, "data.seq_len", legal=longest - max_tokens + self.seq_len)
+            raise BadChat(rule, "data.seq_len", proposal=longest - max_tokens + self.seq_len)
         if self.too_long == "drop":
             report.dropped += 1
             needed_length = str(-(-(longest - 1) // 64) * 64)
@@ -255,10 +255,10 @@ def chat_error(error: BadChat, location: str, key: str, values: Mapping[str, obj
     key: the setting that names the files; it is named if no other setting is to be changed.
     values: the value of this setting, and of each setting that a BadChat may name.
     """
-    setting, legal = error.key or key, error.legal
-    if setting not in values or (legal is not None and values[setting] == legal):  # it has the suggested value already
-        setting, legal = key, None
-    return setting_error(setting, values[setting], f"{location}: {error}", legal, fix=error.fix)
+    setting, proposal = error.key or key, error.proposal
+    if setting not in values or (proposal is not None and values[setting] == proposal):  # it has the suggested value already
+        setting, proposal = key, None
+    return setting_error(setting, values[setting], f"{location}: {error}", proposal, fix=error.fix)
 
 
 def sides_of(samples: Sequence[Sample]) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def naming_side(side: str) -> Iterator[None]:
     except BadChat as error:
         if not side:
             raise
-        raise BadChat(f"{side}: {error}", error.key, error.legal, error.fix) from error
+        raise BadChat(f"{side}: {error}", error.key, error.proposal, error.fix) from error
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,12 @@ class BadChat(Exception):
     """Raised for a record or conversation that cannot be used; the error message says why.
 
     key: the setting to change, or "" if the file must be corrected.
-    legal, fix: as in `setting_error`.
+    proposal, fix: as in `setting_error`.
     """
 
-    def __init__(self, text: str, key: str = "", legal: object = None, fix: str = "") -> None:
+    def __init__(self, text: str, key: str = "", proposal: object = None, fix: str = "") -> None:
         super().__init__(text)
-        self.key, self.legal, self.fix = key, legal, fix
+        self.key, self.proposal, self.fix = key, proposal, fix
 
 
 @dataclass(frozen=True)

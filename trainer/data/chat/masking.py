@@ -507,4 +507,4 @@ def _changed_turn_error(turn: int) -> BadChat:
         f"messages[{turn}]: the chat template renders this turn differently when other turns follow: the model would "
         "be trained on text that it never sees later"
     )
-    return BadChat(rule, "data.train_on", legal="last")
+    return BadChat(rule, "data.train_on", proposal="last")
