@@ -143,9 +143,7 @@ def test_steps_that_follow_from_the_data_must_fit_the_schedule(tmp_path: Path) -
         if is_legal:
             assert resolve_from_data(config).train.steps == 5
         else:
-            with pytest.raises(
-                UserError, match=r"^schedule\.decay_ratio=0\.9: .* 5 steps\n  nearest legal value: .*=0\.6"
-            ):
+            with pytest.raises(UserError, match=r"^schedule\.decay_ratio=0\.9: .* 5 steps\n  try .*=0\.6"):
                 resolve_from_data(config)
 
 

@@ -122,7 +122,7 @@ def pinned_data(config: RunConfig, notes: list[str]) -> RunConfig:
         sources = {f"{key}.{name}": text for name, text in value.items()} if isinstance(value, dict) else {key: value}
         texts |= {place: text for place, text in sources.items() if text and hub.is_hub_data(text)}
     parsed = {place: hub.parse_name(text) for place, text in texts.items()}
-    names = {place: name for place, name in parsed.items() if name is not None}
+    names = {place: name for place, name in parsed.items() if name is not None and name.kind == "dataset"}
     if not names:
         return config
     kept_commits = hub.commits_of_run(read_run_config(config.run_dir) if will_resume(config) else {}, names)

@@ -255,9 +255,12 @@ def chat_error(error: BadChat, location: str, key: str, values: Mapping[str, obj
     key: the setting that names the files; it is named if no other setting is to be changed.
     values: the value of this setting, and of each setting that a BadChat may name.
     """
-    setting, proposal = error.key or key, error.proposal
-    if setting not in values or (proposal is not None and values[setting] == proposal):  # it has the suggested value already
-        setting, proposal = key, None
+    setting = error.key or key
+    proposal = error.proposal
+    has_it_already = proposal is not None and values.get(setting) == proposal
+    if setting not in values or has_it_already:
+        setting = key
+        proposal = None
     return setting_error(setting, values[setting], f"{location}: {error}", proposal, fix=error.fix)
 
 
