@@ -311,7 +311,7 @@ def test_wrong_settings_for_chats(mistake: str, tmp_path: Path) -> None:
         (
             ["data.source=chat", "data.path=x.jsonl", "data.columns={prompt:question, completion:answer}"],
             "data.columns=",
-            "data.columns={prompt: question, completion: answer}",
+            "data.columns={messages: dialog}",
         ),
         (["data.source=chat", "data.path=x.jsonl", "data.columns=question"], "data.columns=", None),
         (["data.source=stdlib", "data.train_on=last"], "data.train_on=last: ", None),

@@ -54,6 +54,6 @@ def test_list_of_checkpoints_has_no_control_sequence(tmp_path: Path, monkeypatch
     listed = meshtrainer("checkpoints", run).out
     assert "\x1b" not in listed
     title, header, *rows = listed.splitlines()
-    assert title.endswith("run/checkpoints")
+    assert title.endswith("run]0;x/checkpoints")
     assert header.split()[0] == "checkpoint"
-    assert [row.split()[0] for row in rows] == ["step_00000001", "damaged-step_00000002"]
+    assert [row.split()[0] for row in rows] == ["step_00000001", "damaged-]0;xstep_00000002"]
