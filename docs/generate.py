@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.changes import _FIXED_ON_RESUME, _FREE_ON_RESUME
+from trainer.config.changes import on_resume
 from trainer.config.keys import declared_keys
 from trainer.config.messages import type_name
 from trainer.config.schema import RunConfig
@@ -50,16 +50,21 @@ on each value that is not a default says where it came from:
 
 ```yaml
 optim:
-  lr: 0.02               # command line
+  lr: 0.02  # command line
 schedule:
-  warmup_steps: 50       # conf/llama_small.yaml
+  warmup_steps: 50  # conf/llama_small.yaml
 data:
-  source: tokens         # data source: data.path is given (was: conf/llama_small.yaml)
+  source: tokens  # computed: data.path is given
 ```
 
 A comment names the command line, a recipe file, the `config.yaml` of a run or checkpoint, the `config.json` of a model
-folder, the environment, or the pass that decided the value, with its reason and what it replaced. The passes and their
-order are the list `PASSES` in `trainer/config/passes.py`.
+folder, or the reason for a value that was computed from others; `derive` in `trainer/config/derive.py` lists these
+reasons in their order. Later places override earlier ones: parents of a recipe file, the file, the weights, the command
+line. A layer that names another `model.name` or `train.objective` drops the fields of the earlier one, and
+`train.steps` and `train.epochs` replace each other.
+
+Type, limits and what a key needs are declared beside it (`trainer/config/schema.py`); rules for several keys are in
+`trainer/config/rules.py`. A value may refer to another key, as in `${{run.seed}}`; write `\\${{` for plain text.
 
 More settings: [mesh, fsdp, checkpoint, log, lora, objective](configuration_scale.md),
 [models](configuration_models.md).
@@ -78,9 +83,9 @@ def pages() -> dict[str, str]:
         intro = _INTRO if name == "configuration.md" else f"{_NOTE} See also [Settings](configuration.md).\n"
         contents[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
     models = [
-        _table(f"model.name={recipe.name}", "", declared_keys(recipe.config), "model")
-        for recipe in sorted(all_models(), key=lambda recipe: recipe.name)
-        if f"{recipe.config.__module__}.".startswith(f"trainer.recipes.{recipe.name}.")
+        _table(f"model.name={spec.name}", "", declared_keys(spec.config), "model")
+        for spec in sorted(all_models(), key=lambda spec: spec.name)
+        if f"{spec.config.__module__}.".startswith(f"trainer.recipes.{spec.name}.")
     ]
     intro = f"{_NOTE} See also [Settings](configuration.md).\n"
     contents[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
@@ -112,14 +117,22 @@ def notebook(page: str) -> str:
 
 
 def _refused_on_resume() -> str:
-    """Return the table of settings that a resume refuses to change, with the exceptions, by section."""
+    """Return the table of settings that a resume refuses to change, by section, with those that it permits."""
+    keys = dict(declared_keys())
+    for owner in [{"model": spec.config} for spec in all_models()] + [
+        {"objective": o} for o in all_objectives().values()
+    ]:
+        keys |= declared_keys(**owner)
     lines = ["| section | refused | may change |", "|---|---|---|"]
-    for section in dict.fromkeys(prefix.partition(".")[0] for prefix in _FIXED_ON_RESUME):
-        fixed = [f"{prefix}*" if prefix.endswith(".") else prefix for prefix in _FIXED_ON_RESUME]
-        refused = ", ".join(f"`{key}`" for key in fixed if key.startswith(f"{section}."))
-        free = ", ".join(f"`{key}`" for key in _FREE_ON_RESUME if key.startswith(f"{section}."))
-        others = "" if f"{section}." in _FIXED_ON_RESUME else "all others"
-        lines.append(f"| `{section}` | {refused} | {free or others} |")
+    for section in dataclasses.fields(RunConfig):
+        own = {key: on_resume(key, item) for key, item in keys.items() if key.startswith(f"{section.name}.")}
+        fixed = [key for key, rule in own.items() if rule == "fixed"]
+        free = [key for key, rule in own.items() if rule != "fixed"]
+        if fixed:
+            is_fixed = section.metadata.get("on_resume") == "fixed"
+            refused = [f"{section.name}.*"] if is_fixed else fixed
+            permitted = ", ".join(f"`{key}`" for key in free) if is_fixed else "all others"
+            lines.append(f"| `{section.name}` | {', '.join(f'`{key}`' for key in refused)} | {permitted} |")
     return "\n".join(lines) + "\n"
 
 

@@ -562,7 +562,7 @@ class ScheduleSection:
     """The learning-rate schedule: a linear warmup, then the shape that `name` selects."""
 
     name: Literal["cosine", "linear", "wsd", "constant", "range"] = declare(
-        "cosine", "shape after warmup; range: a learning-rate range test, 100 steps in a separate run"
+        "cosine", "shape after warmup; range: a learning-rate range test (see lr_range)"
     )
     lr_range: tuple[float, float] = declare(
         (1e-7, 1.0), "for name=range: learning rates of the first and last step", above=0
