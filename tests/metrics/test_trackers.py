@@ -237,9 +237,9 @@ def test_all_trackers_together_delay_the_end_of_a_run_by_ten_seconds(
     monkeypatch.setenv("KEEPER_HANGS", "open")
     found = trackers.find_tracker("keeper")
     monkeypatch.setattr("trainer.metrics.writers.find_tracker", lambda name: found)
-    installed = [name for name in READERS if importlib.util.find_spec(name)]
-    assert len(installed) > 1
-    trainer = Trainer(tiny_config(tmp_path / "run", "train.steps=2", f"log.trackers=[{','.join(installed)}]"))
+    names = ["keeper", *(name for name in READERS if importlib.util.find_spec(name))]
+    assert len(names) > 1
+    trainer = Trainer(tiny_config(tmp_path / "run", "train.steps=2", f"log.trackers=[{','.join(names)}]"))
     for record in trainer.steps():
         if record.step == 2:
             break
