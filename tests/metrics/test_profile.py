@@ -348,7 +348,7 @@ def test_failing_profiler_does_not_end_a_run(
     [
         ("log.profile_steps=[13,10]", "[10,13]"),
         ("log.profile_steps=[0,3]", "[1,3]"),
-        ("log.profile_steps=10", "[10,10]"),
+        ("log.profile_steps=10", "[10,13]"),
         ("log.profile_ranks=[0,8]", "[0,7]"),
         ("log.profile_ranks=3", "[3]"),
     ],

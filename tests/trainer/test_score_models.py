@@ -101,12 +101,12 @@ def test_classifier_keeps_the_best_by_accuracy_and_is_exported(model: Path, tmp_
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["hf", "auto"])
 @pytest.mark.parametrize("recipe", ["classify", "reward"])
-def test_peft_gives_the_scores_of_an_adapter_and_its_head(name: str, spec: str, model: Path, tmp_path: Path) -> None:
+def test_peft_gives_the_scores_of_an_adapter_and_its_head(name: str, recipe: str, model: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
-    data = (write_labelled if spec == "classify" else write_pairs)(tmp_path / "data.jsonl")
+    data = (write_labelled if recipe == "classify" else write_pairs)(tmp_path / "data.jsonl")
     own = [f"model.name={name}", "lora.rank=4", "optim.lr=1e-2", "data.seq_len=64", "train.steps=3"]
-    settings = [*settings_of(spec, model, data), *own, "train.global_batch_size=4", f"run.dir={tmp_path / 'run'}"]
-    config = load_config(spec, settings[1:])
+    settings = [*settings_of(recipe, model, data), *own, "train.global_batch_size=4", f"run.dir={tmp_path / 'run'}"]
+    config = load_config(recipe, settings[1:])
     trainer = config.trainer_class(Trainer)(config)
     assert trainer.fit() == 0
     trainer.close()

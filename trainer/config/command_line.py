@@ -58,10 +58,17 @@ class SettingsParser(CommandParser):
     def __init__(
         self, prog: str, description: str | None = None, names: Sequence[str] = (), add_help: bool = True
     ) -> None:
+        self._options: list[str] = []
         super().__init__(prog, description, add_help)
         self._names = names
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
         self.add_allow_import()
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Add an option, and remember its names for messages about unknown ones."""
+        action = super().add_argument(*names, **settings)
+        self._options += action.option_strings
+        return action
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
@@ -82,7 +89,7 @@ class SettingsParser(CommandParser):
         options.words = [word for word in options.words if word not in settings]
         for word in (*unknown, *options.words):
             if word.startswith(DASHES):
-                raise unknown_option_error(word, self._option_string_actions, declared_keys(), self._names)
+                raise unknown_option_error(word, self._options, declared_keys(), self._names)
         named: dict[str, str] = {}
         overrides = []
         for word in settings:
@@ -96,7 +103,7 @@ class SettingsParser(CommandParser):
     def refuse_words(self, words: Sequence[str], has_recipe: bool) -> None:
         """Raise UserError if there are words that are neither options nor settings."""
         if words:
-            raise unexpected_argument_error(words[0], recipe_files(), has_recipe, list(self._option_string_actions))
+            raise unexpected_argument_error(words[0], recipe_files(), has_recipe, self._options)
 
 
 def _is_setting(word: str) -> bool:

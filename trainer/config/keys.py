@@ -194,7 +194,7 @@ def typed_config(
                 value = float(value)
             OmegaConf.update(tree, key, value, merge=False)
         except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-            raise wrong_value_error(key, given, declared[key], where) from error
+            raise wrong_value_error(key, given, value, declared[key], where) from error
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:

@@ -180,9 +180,10 @@ def unexpected_argument_error(
 # Values of the wrong type
 
 
-def wrong_value_error(key: str, value: Any, field: dataclasses.Field[Any], where: str = "") -> UserError:
+def wrong_value_error(key: str, given: Any, value: Any, field: dataclasses.Field[Any], where: str = "") -> UserError:
     """Return the error for a value that is not of the key's type.
 
+    given: the value as it was typed.
     where: the file that contains the value, as text to append to the message; empty for the command line.
     """
     aliases = field.metadata.get("aliases", {})
@@ -191,11 +192,20 @@ def wrong_value_error(key: str, value: Any, field: dataclasses.Field[Any], where
     options = union_members(field.type)
     rule = f"must be {field.metadata.get('form', type_name(field.type))}{where}"
     if str(value).lower() in aliases:
-        return setting_error(key, value, rule, aliases[str(value).lower()])
+        return setting_error(key, given, rule, aliases[str(value).lower()])
     number = _whole_number(value) if int in options else None
     if number is not None:
-        return setting_error(key, value, rule, max(number, field.metadata.get("at_least", number)))
-    return setting_error(key, value, rule, nearest(value, words_of(options)) or example_value(key, field))
+        return setting_error(key, given, rule, max(number, field.metadata.get("at_least", number)))
+    if any(_is_item_of(value, option) for option in options):
+        return setting_error(key, given, rule, [value])
+    return setting_error(key, given, rule, nearest(value, words_of(options)) or example_value(key, field))
+
+
+def _is_item_of(value: Any, hint: Any) -> bool:
+    """Return whether a value is an item of a list, of any length, that a key takes."""
+    items = typing.get_args(hint)
+    has_any_length = typing.get_origin(hint) is list or (typing.get_origin(hint) is tuple and Ellipsis in items)
+    return has_any_length and type(value) is items[0]
 
 
 def words_of(options: Iterable[Any]) -> list[str]:

@@ -284,7 +284,7 @@ class FsdpSection:
 
     wrap: str = declare(
         "block",
-        "FSDP units: block (those that the recipe lists), size:<parameters>, or package.module:function",
+        "FSDP units: block (those that the model lists), size:<parameters>, or package.module:function",
         pattern=r"block|size:0*[1-9][\d_]*|[\w.]+:\w+",
         form="block, size:<parameters>, or package.module:function",
         example="block",
@@ -748,7 +748,7 @@ class RunConfig:
         return find_model(self.model.name)
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
-        """Return the Trainer class of the objective, else of the recipe, else `default`."""
+        """Return the Trainer class of the objective, else of the model spec, else `default`."""
         if self.objective.trainer is not None:
             return cast("type[TrainerType]", import_object(self.objective.trainer, "train.objective"))
         return self.spec.trainer_class(default)
