@@ -335,6 +335,14 @@ def test_folders_created_for_a_rejected_start_are_removed(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.slow
+def test_branch_without_steps_left_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    original(tmp_path / "a")
+    assert train(str(tmp_path / "a"), ["run.name=branch", "checkpoint.resume=a", f"train.steps={STEPS}"]) == ""
+    assert not (tmp_path / "runs" / "branch").exists()
+
+
 def written(folder: Path, **sections: dict[str, Any]) -> Path:
     """Write the files of a run folder that follow from its configuration; return the configuration."""
     folder.mkdir(parents=True)

@@ -217,7 +217,8 @@ class Run:
             "  to train another run: run.name=NAME\n"
             "  to start over: checkpoint.resume=none"
         )
-        if self._world.is_main and resumed_step is not None and not self._folder.has_finished():
+        is_own = self._folder.previous_config is not None  # else it is the checkpoint of another run
+        if self._world.is_main and resumed_step is not None and is_own and not self._folder.has_finished():
             delete_leftovers()  # the last attempt was killed after its final save
             self._folder.write_status("finished", EXIT_FINISHED, step, stop_criterion.reason(step))
         self._folder.release()
