@@ -3,7 +3,7 @@
     python docs/generate.py            # write the pages
     python docs/generate.py --check    # only list the stale pages; exits with 1 if there are any
 
-The table in docs/checkpoints.md of settings that a resume refuses to change is generated too.
+The table in docs/checkpoints.md of the settings that may change when a run resumes is generated too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trainer.config.changes import on_resume
 from trainer.config.keys import declared_keys
 from trainer.config.messages import type_name
 from trainer.config.schema import RunConfig
+from trainer.model_spec import ModelSpec
 from trainer.objective import all_objectives
 from trainer.registry import all_models
 
@@ -36,8 +37,8 @@ _NOTEBOOKS = {
 _MODELS = "configuration_models.md"
 _CHECKPOINTS = "checkpoints.md"
 _BEGIN, _END = (
-    "<!-- refused on resume: begin, written by python docs/generate.py -->",
-    "<!-- refused on resume: end -->",
+    "<!-- changes on resume: begin, written by python docs/generate.py -->",
+    "<!-- changes on resume: end -->",
 )
 _NOTE = "This page is generated from the code by `python docs/generate.py`."
 _INTRO = f"""\
@@ -45,26 +46,25 @@ _INTRO = f"""\
 terminal, and with `recipe=NAME` also the values of that recipe. Set a key on the command line as `section.key=value`,
 or in a [recipe file](models.md).
 
-`python -m trainer.run recipe=NAME --print-config` prints all values of a run as a recipe file. With `--why`, a comment
-on each value that is not a default says where it came from:
+`python -m trainer.run recipe=NAME --print-config` checks a configuration and prints all of its values as a recipe file.
+With `--why`, a comment on each value that is not a default says where it came from:
 
 ```yaml
+data:
+  source: tokens  # computed: data.path is given
+  holdout: 0.01  # computed: for eval.every, without data.eval_path
 optim:
   lr: 0.02  # command line
 schedule:
   warmup_steps: 50  # conf/llama_small.yaml
-data:
-  source: tokens  # computed: data.path is given
 ```
 
-A comment names the command line, a recipe file, the `config.yaml` of a run or checkpoint, the `config.json` of a model
-folder, or the reason for a value that was computed from others; `derive` in `trainer/config/derive.py` lists these
-reasons in their order. Later places override earlier ones: parents of a recipe file, the file, the weights, the command
-line. A layer that names another `model.name` or `train.objective` drops the fields of the earlier one, and
-`train.steps` and `train.epochs` replace each other.
+A comment names the command line, a recipe file, the `config.yaml` of a run or checkpoint, or the `config.json` of a
+model folder. `computed: REASON` is a value that follows from others, from files or from the machine: `derive` in
+`trainer/config/derive.py` lists these steps in their order.
 
-Type, limits and what a key needs are declared beside it (`trainer/config/schema.py`); rules for several keys are in
-`trainer/config/rules.py`. A value may refer to another key, as in `${{run.seed}}`; write `\\${{` for plain text.
+Type, limits, what a key needs to have an effect, and whether a resume may change it are declared beside the key, in
+`trainer/config/schema.py`; rules about several keys are in `trainer/config/rules.py`.
 
 More settings: [mesh, fsdp, checkpoint, log, lora, objective](configuration_scale.md),
 [models](configuration_models.md).
@@ -82,19 +82,21 @@ def pages() -> dict[str, str]:
         tables = [_section(section) for section in sections]
         intro = _INTRO if name == "configuration.md" else f"{_NOTE} See also [Settings](configuration.md).\n"
         contents[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
-    models = [
-        _table(f"model.name={spec.name}", "", declared_keys(spec.config), "model")
-        for spec in sorted(all_models(), key=lambda spec: spec.name)
-        if f"{spec.config.__module__}.".startswith(f"trainer.recipes.{spec.name}.")
-    ]
+    models = [_table(f"model.name={spec.name}", "", declared_keys(spec.config), "model") for spec in _built_in_models()]
     intro = f"{_NOTE} See also [Settings](configuration.md).\n"
     contents[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
     before, begin, rest = (FOLDER / _CHECKPOINTS).read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
     assert begin, f"{_CHECKPOINTS} has no marker {_BEGIN}"
     assert end, f"{_CHECKPOINTS} has no marker {_END}"
-    contents[_CHECKPOINTS] = f"{before}{begin}\n\n{_refused_on_resume()}\n{end}{after}"
+    contents[_CHECKPOINTS] = f"{before}{begin}\n\n{_changes_on_resume()}\n{end}{after}"
     return contents | {name: notebook((FOLDER / page).read_text()) for name, page in _NOTEBOOKS.items()}
+
+
+def _built_in_models() -> list[ModelSpec]:
+    """Return the model specs that `recipes/` registers, by name."""
+    specs = sorted(all_models(), key=lambda spec: spec.name)
+    return [spec for spec in specs if f"{spec.config.__module__}.".startswith(f"trainer.recipes.{spec.name}.")]
 
 
 def notebook(page: str) -> str:
@@ -116,24 +118,30 @@ def notebook(page: str) -> str:
     return json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
 
 
-def _refused_on_resume() -> str:
-    """Return the table of settings that a resume refuses to change, by section, with those that it permits."""
-    keys = dict(declared_keys())
-    for owner in [{"model": spec.config} for spec in all_models()] + [
-        {"objective": o} for o in all_objectives().values()
-    ]:
-        keys |= declared_keys(**owner)
-    lines = ["| section | refused | may change |", "|---|---|---|"]
-    for section in dataclasses.fields(RunConfig):
-        own = {key: on_resume(key, item) for key, item in keys.items() if key.startswith(f"{section.name}.")}
-        fixed = [key for key, rule in own.items() if rule == "fixed"]
-        free = [key for key, rule in own.items() if rule != "fixed"]
-        if fixed:
-            is_fixed = section.metadata.get("on_resume") == "fixed"
-            refused = [f"{section.name}.*"] if is_fixed else fixed
-            permitted = ", ".join(f"`{key}`" for key in free) if is_fixed else "all others"
-            lines.append(f"| `{section.name}` | {', '.join(f'`{key}`' for key in refused)} | {permitted} |")
+def _changes_on_resume() -> str:
+    """Return the table of what happens if a setting differs when a run resumes, by section."""
+    columns = ("fixed", "free", "ignored")
+    lines = ["| section | refused | applies, and is listed at the start | applies |", "|---|---|---|---|"]
+    for section, keys in _rules_on_resume().items():
+        found = {rule: [key for key, item in keys.items() if item == rule] for rule in columns}
+        most = max(columns, key=lambda rule: len(found[rule]))
+        others = "all others" if len(found[most]) < len(keys) else "all"
+        cells = [others if rule == most else ", ".join(f"`{key}`" for key in found[rule]) for rule in columns]
+        lines.append(f"| `{section}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _rules_on_resume() -> dict[str, dict[str, str]]:
+    """Return, for the keys of each section, what a resume does with a change (`on_resume`)."""
+    keys = declared_keys()
+    for spec in _built_in_models():
+        keys |= declared_keys(spec.config)
+    for objective in all_objectives().values():
+        keys |= declared_keys(objective=objective)
+    return {
+        section.name: {key: on_resume(key, item) for key, item in keys.items() if key.partition(".")[0] == section.name}
+        for section in dataclasses.fields(RunConfig)
+    }
 
 
 def _section(name: str) -> str:

@@ -82,7 +82,7 @@ def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
             helps.setdefault(found[1], meshtrainer(found[1], "--help").out)
             options = [word.partition("=")[0] for word in words if word.startswith("--")]
             assert all(option in helps[found[1]] for option in options), line
-        elif not re.search(r"model\.(path|name=my_)|init_from|--help|recipe=mine", line):
+        elif not re.search(r"model\.(path|name=my_)|init_from|--help|recipe=(mine|runs/)", line):
             words = [word.replace("$lr", "1e-3") for word in words]  # the variable of a loop
             settings = [word for word in words if "=" in word and not word.startswith(("nproc=", "recipe=", "--"))]
             (recipe,) = (word.removeprefix("recipe=") for word in words if word.startswith("recipe="))
