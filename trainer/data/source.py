@@ -356,7 +356,7 @@ _KEYS_ALLOWING_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data
 """Keys in `checkpoint.allow_changes` that permit different data."""
 
 _KEYS_ALLOWING_OTHER_WINDOWS = frozenset(
-    {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
+    {"data.seq_len", "data.documents", "data.fit", "data.holdout", "data.eval_path"}
 )
 """Keys in `checkpoint.allow_changes` that permit different samples cut from the same data."""
 
