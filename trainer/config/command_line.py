@@ -174,7 +174,7 @@ exit codes: 0 finished, 2 a mistake in the input, 75 stopped on request (run it 
 
 _COMMANDS = """\
 other commands, as `python -m trainer.COMMAND` or `meshtrainer COMMAND`, each with --help:
-  prepare, plan, data, checkpoints, evaluate, generate, export, report
+  plan, prepare, data, evaluate, generate, export, checkpoints, report, init
 """
 
 _MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")
@@ -238,7 +238,8 @@ def _section_help(
         meaning = item.metadata.get("meaning", "a registered model" if key == "model.name" else "")
         default = "(none)" if item.default is dataclasses.MISSING else _format(item.default)
         current_value = "" if config is None else f"; here {_format(operator.attrgetter(key)(config))}"
-        lines.append(f"  {key}  [{type_name(item.type)}; default {default}{current_value}]\n      {meaning}")
+        needs = f" (needs {item.metadata['needs']})" if "needs" in item.metadata else ""
+        lines.append(f"  {key}  [{type_name(item.type)}; default {default}{current_value}]\n      {meaning}{needs}")
     return "\n".join(lines) + "\n"
 
 
