@@ -167,6 +167,7 @@ def _table(title: str, text: str, keys: Mapping[str, dataclasses.Field[Any]], se
         meaning = str(item.metadata.get("meaning", ""))
         if owner == section and (meaning or name != "name"):
             assert meaning, f"{key} has no meaning"
+            meaning += f" (needs {item.metadata['needs']})" if "needs" in item.metadata else ""
             kind = str(item.metadata.get("form", type_name(item.type)))
             default = "" if item.default is dataclasses.MISSING else _format(item.default)
             lines.append(f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(meaning)} |")
