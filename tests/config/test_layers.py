@@ -30,6 +30,8 @@ Values = dict[str, Any]
             {"model.name": "gpt2", "model.dim": 4},
         ),
         ([{"objective.beta": 1, "train.objective": "dpo"}, {"train.objective": "ipo"}], {"train.objective": "ipo"}),
+        ([{"run.dir": "a"}, {"run.name": "other"}], {"run.name": "other"}),
+        ([{"run.dir": "a"}, {"run.name": "other", "run.dir": "b"}], {"run.name": "other", "run.dir": "b"}),
         ([{"train.steps": 5}, {"train.epochs": 2}], {"train.epochs": 2}),
         ([{"train.epochs": 2}, {"train.steps": 5}], {"train.steps": 5}),
         ([{"train.steps": 5}, {"train.epochs": None}], {"train.steps": 5, "train.epochs": None}),

@@ -263,8 +263,9 @@ _EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of all layers by key, and the origin of each.
 
-    A layer that names another model or objective drops the fields of the earlier one, which need not exist in it.
-    `train.steps` and `train.epochs` replace each other.  Raises UserError if one layer sets both.
+    A layer that names another model or objective drops the fields of the earlier one, which need not exist in it.  One
+    that names a run drops the folder of the earlier one.  `train.steps` and `train.epochs` replace each other.  Raises
+    UserError if one layer sets both.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -278,6 +279,8 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
                     rule = f"{key}={layer.values[key]} is also set there; use only one of them"
                     raise setting_error(rival, layer.values[rival], rule)
                 values.pop(rival, None)
+        if "run.name" in layer.values:
+            values.pop("run.dir", None)
         values |= layer.values
         origins |= dict.fromkeys(layer.values, layer.origin)
     return values, {key: origins[key] for key in values}
