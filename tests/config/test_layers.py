@@ -13,7 +13,7 @@ from trainer import UserError, load_config
 from trainer.checkpoint.find import find_checkpoints
 from trainer.config.changes import compare_configs, on_resume
 from trainer.config.keys import COMMAND_LINE, declared_keys
-from trainer.config.load import Layer, command_line_layer, load, merge
+from trainer.config.load import Layer, command_line_layer, load, load_stored, merge
 from trainer.config.rules import check_config
 
 Values = dict[str, Any]
@@ -182,6 +182,16 @@ def test_every_key_says_whether_a_resume_may_change_it() -> None:
     refused, permitted = compare_configs(changed, stored)
     assert refused == ["data.seq_len: 256 in the checkpoint, 64 now"]
     assert [line.partition(":")[0] for line in permitted] == ["optim.lr"]
+
+
+@pytest.mark.parametrize("name", ["llama_small", "llama3_8b", "qwen3_moe_small", "dpo", "kto", "reward"])
+def test_stored_configuration_is_complete(name: str, tmp_path: Path) -> None:
+    """It is the run's, but for the folders, which are not stored."""
+    own = [f"model.path={folder_of(tmp_path / 'model')}"] if name in ("dpo", "kto", "reward") else []
+    config = load_config(name, [*own, "run.name=mine", "data.path=x.jsonl", "eval.every=5"])
+    found = load_stored(config.stored_yaml())
+    assert (found.run.dir, found.run.name) == ("", "mine")
+    assert dataclasses.replace(found, run=config.run) == config
 
 
 def test_checkpoints_inside_a_moved_run_are_found(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def load_stored(text: str, origin: str = CONFIG, allow_import: Collection[str] =
     The names of models on the Hugging Face Hub become their paths in the cache, if they are there.  `origin` names the
     text in messages.  Raises UserError as `load_config` does.
     """
-    values = dict(stored_layer(text, origin).values)
+    values = dict(keys_of_sections(read_stored(text, origin), origin))
+    values.pop("checkpoint.dir", None)  # it may refer to the run's folder, which is not stored
     for key in MODEL_KEYS:
         name = hub.parse_name(values[key]) if isinstance(values.get(key), str) else None
         if name is not None:
