@@ -249,8 +249,10 @@ def choice_error(
     """
     choices = list(legal)
     meant = (aliases or {}).get(_format(value).lower())
+    if meant is None and not isinstance(value, bool):
+        meant = nearest(value, choices)
     rule = f"must be {noun} {', '.join(_format(choice) for choice in choices)}"
-    return setting_error(key, value, rule, proposal=nearest(value, choices) if meant is None else meant)
+    return setting_error(key, value, rule, meant)
 
 
 def reject_credentials(key: str, value: object) -> None:

@@ -88,6 +88,7 @@ run.deadline=tomorrow
 optim.name=adamm
 optim.lr=autom
 mesh.shard=nodes
+'mesh.shard=\\${x}'
 run.device=gpu
 log.wandb=true
 fsdp.param_dtype=bf16

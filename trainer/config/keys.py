@@ -182,7 +182,10 @@ def typed_config(
         hint = declared[key].type
         if origins[key] == COMMAND_LINE and key.startswith(TYPED_BY_OTHERS):
             value = parse_text(key, value, hint)
-        _reject_resolvers(key, value, where)
+        for text in _texts(value):
+            _reject_resolvers(key, text, where)
+            if _ESCAPED.search(text) and not _takes_text(hint):  # OmegaConf would not check its type
+                raise wrong_value_error(key, given, value, declared[key], where)
         if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
             value = os.path.expanduser(value)
         options = union_members(hint)
@@ -198,7 +201,8 @@ def typed_config(
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        key = str(error.full_key)
+        place = str(error.full_key)
+        key = next((each for each in values if f"{place}.".startswith((f"{each}.", f"{each}["))), place)
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
         fix = r"write the value itself, refer to a key such as ${run.seed}, or write \${ for plain text"
         raise setting_error(key, texts.get(key, values.get(key)), rule, fix=fix) from error
@@ -213,14 +217,27 @@ _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 """Plain text `${`, after an odd number of backslashes."""
 
 
-def _reject_resolvers(key: str, value: Any, where: str) -> None:
-    """Raise UserError for OmegaConf resolvers: a configuration must not run code or read the environment."""
-    if isinstance(value, (list, tuple, Mapping)):
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the value if it is text, or all texts in it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            _reject_resolvers(key, item, where)
-    elif isinstance(value, str) and "${" in _KEY_REFERENCE.sub("", _ESCAPED.sub("", value)):
+            yield from _texts(item)
+
+
+def _reject_resolvers(key: str, text: str, where: str) -> None:
+    """Raise UserError for OmegaConf resolvers: a configuration must not run code or read the environment."""
+    if "${" in _KEY_REFERENCE.sub("", _ESCAPED.sub("", text)):
         rule = f"can only refer to another key, as in ${{section.key}}; resolvers are not supported{where}"
-        raise setting_error(key, value, rule, fix=f"write the value itself, or set it on the command line: {key}=...")
+        raise setting_error(key, text, rule, fix=f"write the value itself, or set it on the command line: {key}=...")
+
+
+def _takes_text(hint: Any) -> bool:
+    """Return whether a key takes any text, perhaps inside a list or mapping."""
+    if hint in (str, Any):
+        return True
+    return typing.get_origin(hint) is not Literal and any(_takes_text(part) for part in typing.get_args(hint))
 
 
 def _check_limits(config: RunConfig) -> None:

@@ -198,7 +198,9 @@ def wrong_value_error(key: str, given: Any, value: Any, field: dataclasses.Field
         return setting_error(key, given, rule, max(number, field.metadata.get("at_least", number)))
     if any(_is_item_of(value, option) for option in options):
         return setting_error(key, given, rule, [value])
-    return setting_error(key, given, rule, nearest(value, words_of(options)) or example_value(key, field))
+    proposal = nearest(value, words_of(options)) or example_value(key, field)
+    fix = "" if proposal is not None else f"see python -m trainer.run --help {key.partition('.')[0]}"
+    return setting_error(key, given, rule, proposal, fix=fix)
 
 
 def _is_item_of(value: Any, hint: Any) -> bool:
@@ -215,6 +217,8 @@ def words_of(options: Iterable[Any]) -> list[str]:
 
 def _whole_number(value: Any) -> int | None:
     """Return the whole number that is nearest to a number, which may be text such as 1e3; None for anything else."""
+    if isinstance(value, bool):
+        return None
     try:
         return round(float(value))
     except (TypeError, ValueError, OverflowError):

@@ -365,14 +365,12 @@ class DataSection:
         None,
         "sampling weights of the sources in data.path, for example {web: 0.7, code: 0.3}; null: proportional to size",
         on_resume="free",
-        example={"a": 0.7, "b": 0.3},
     )
     phases: tuple[dict[str, Any], ...] = declare(
         (),
         "changes to data.weights during training, for example [{from: 80%, weights: {code: 1}}]; from: the first "
         "step with these weights, tokens:<n>, or a percentage of the run",
         on_resume="free",
-        example=[{"from": "80%", "weights": {"a": 0.7, "b": 0.3}}],
     )
     holdout: float | None = declare(
         None,
