@@ -402,12 +402,12 @@ class Trainer:
             if not self._has_agreed:
                 self.agree()
             self.state.advance(update.num_targets)
+            stop.has_state = True  # before the step is recorded, since its record says that there is one to save
             is_followed = self.config.eval.is_due(step) or self.saver.may_be_due(step)
             lr = self.schedule.lr(step)
             record = self.step_metrics.record(update, lr, lambda: self.flops_per_token, self.stopping, is_followed)
             for hook in reversed(self.hooks):
                 hook.end_step(step, update)
-        stop.has_state = True
         self.saver.take_finished_save()
         return record
 
