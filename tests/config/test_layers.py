@@ -43,6 +43,17 @@ def test_later_layers_win_and_drop_what_no_longer_applies(layers: list[Values], 
     assert origins == {key: "1" if key in layers[1] else "0" for key in merged}
 
 
+def test_a_run_as_a_recipe_says_where_it_is_and_lends_its_name(tmp_path: Path) -> None:
+    run = tmp_path / "ran"
+    run.mkdir()
+    (run / "status.json").write_text("{}")
+    (run / "config.yaml").write_text(load_config("llama_small", ["run.name=first"]).stored_yaml())
+    continued = load(str(run))
+    assert (continued.config.run.name, continued.config.run.dir) == ("first", str(run))
+    assert continued.origins["run.dir"] == "where the run is"
+    assert load_config(str(run), ["run.dir=elsewhere"]).run.name == "ran"
+
+
 def test_steps_and_epochs_in_one_place_are_refused() -> None:
     with pytest.raises(UserError, match=r"^train\.epochs=2.*train\.steps=5"):
         merge([command_line_layer(["train.steps=5", "train.epochs=2"])])

@@ -72,7 +72,8 @@ def derive(loaded: Loaded, values: Mapping[str, Any], name: str, needs_weights: 
     has_path = bool(loaded.config.data.path or loaded.config.data.eval_path)
     loaded.apply("data.path is given" if has_path else "no data.path is given", data_source)
     loaded.apply("what the name means today", lambda config: pinned_data(config, loaded.notes))
-    loaded.apply("for eval.every, without data.eval_path", held_out_share)
+    is_needed = loaded.config.eval.every > 0 and loaded.config.data.eval_path is None
+    loaded.apply("for eval.every, without data.eval_path" if is_needed else "no evaluation needs it", held_out_share)
     loaded.apply("train.objective reads labels", lambda config: with_section(config, "data", labels=labels_of(config)))
     loaded.apply("train.objective scores the end of a text", lambda config: target_position(config, loaded))
     loaded.apply("conversations do not attend to each other", lambda config: chat_packing(config, loaded))

@@ -242,7 +242,7 @@ def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
-    """Return the model fields in a configuration written by `to_yaml`; None if its model's recipe is not `name`.
+    """Return the model fields in a configuration written by `to_yaml`; None if its model spec is not `name`.
 
     Imports nothing that the text names.  Raises UserError, which names `where`, if the text is not a configuration.
     """

@@ -101,7 +101,8 @@ def load(
     path = find_recipe_file(recipe)
     command_line = command_line_layer(overrides)
     layers = [*file_layers(path, command_line.values, allow_import), command_line]
-    return load_layers(layers, path.stem, needs_weights)
+    name = path.absolute().parent.name if path.name == CONFIG else path.stem
+    return load_layers(layers, name, needs_weights)
 
 
 def load_layers(layers: Sequence[Layer], name: str, needs_weights: bool = True) -> Loaded:
@@ -204,8 +205,10 @@ def file_layers(path: Path, command_line: Mapping[str, Any], allow_import: Colle
         origin = display_path(path)
         layer = Layer(origin, dict(keys_of_sections(tree, origin)))
         if path.name == CONFIG and is_run(path.parent):
-            is_same_run = not files and _continues(path.parent, command_line)
-            layer = _continued(layer, path.parent) if is_same_run else layer.without(_OWN_KEYS)
+            if not files and _continues(path.parent, command_line):
+                layers.insert(0, _where_it_is(path.parent, layer.values))
+            else:
+                layer = layer.without(_OWN_KEYS)
         elif path.name == CONFIG and is_checkpoint(path.parent):
             if not files and not command_line.get("run.name") and not command_line.get("run.dir"):
                 raise _checkpoint_as_recipe_error(path)
@@ -232,12 +235,12 @@ def _continues(folder: Path, command_line: Mapping[str, Any]) -> bool:
     return not target or Path(target).resolve() == folder.resolve()
 
 
-def _continued(layer: Layer, folder: Path) -> Layer:
-    """Return the layer of a run's stored configuration, to continue that run, which is now in `folder`."""
-    values = {**layer.values, "run.dir": str(folder)}
-    if values.get("checkpoint.resume") == "none" or any((folder / "checkpoints").glob("step_*")):
+def _where_it_is(folder: Path, stored: Mapping[str, Any]) -> Layer:
+    """Return the layer above a run's stored configuration, to continue that run, which is now in `folder`."""
+    values = {"run.dir": str(folder)}
+    if stored.get("checkpoint.resume") == "none" or any((folder / "checkpoints").glob("step_*")):
         values["checkpoint.resume"] = AUTO  # the stored value only applied to the first start
-    return replace(layer, values=values)
+    return Layer("where the run is", values)
 
 
 def _checkpoint_as_recipe_error(path: Path) -> UserError:

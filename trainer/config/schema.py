@@ -827,10 +827,10 @@ class RunConfig:
         return _yaml_of(escape_references(self.to_dict()), origins or {})
 
     def stored_yaml(self) -> str:
-        """Return the YAML that a run stores, in which paths are absolute.
+        """Return the YAML that a run stores.
 
         It has no `run.dir`, and a `checkpoint.dir` inside the run's folder refers to `run.dir`, so that a run folder
-        can be moved or copied.
+        can be moved or copied.  A `checkpoint.dir` elsewhere is an absolute path.
         """
         plain = escape_references(self.to_dict())
         del plain["run"]["dir"]
