@@ -428,6 +428,13 @@ def test_difference_shows_both_values_and_a_changed_model_only_its_name() -> Non
     assert free == []
 
 
+def test_text_that_looks_like_a_reference_has_not_changed() -> None:
+    """It is escaped where it is stored."""
+    config = load_config("llama_small", [r"run.on_end=echo \${STATE}", r"data.tokenizer=\${folder}/tokenizer.json"])
+    assert config.data.tokenizer == "${folder}/tokenizer.json"
+    assert compare_configs(config, config.stored_yaml()) == ([], [])
+
+
 def test_key_has_changed_if_its_values_differ() -> None:
     config = load_config("llama_small", ["data.seq_len=128", "log.every=3"])
     stored = load_config("llama_small").to_yaml()

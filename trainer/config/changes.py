@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config.declare import OnResume
 from trainer.config.files import read_stored
 from trainer.config.keys import declared_keys
-from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
+from trainer.config.schema import SUBSECTIONS, RunConfig, escape_references, plain_lists
 from trainer.errors import UserError, setting_error
 
 
@@ -41,7 +41,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     stored = _flat(read_stored(stored_yaml))
     _check_same_kind(config, stored)
     allowed = config.checkpoint.allow_changes
-    name = _flat(config.to_dict())["model.name"]
+    name = config.model.name
     before = stored.get("model.name")
     if before not in (name, None) and {"model", "model.name"}.isdisjoint(allowed):
         return [f"model.name: {before} in the checkpoint, {name} now"], []
@@ -88,10 +88,11 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield each key whose value differs from the stored one, with the stored and the current value.
 
-    A key that is not stored, which a user's own model or objective may have gained, had its default.
+    A key that is not stored, which a user's own model or objective may have gained, had its default.  `${` in text is
+    compared, and yielded, as it is stored: escaped.
     """
     declared = declared_keys(type(config.model), type(config.objective))
-    for key, now in _flat(config.to_dict()).items():
+    for key, now in _flat(escape_references(config.to_dict())).items():
         item = declared[key]
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         before = stored.get(key, now if default is dataclasses.MISSING else plain_lists(default))
