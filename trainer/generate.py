@@ -131,8 +131,8 @@ def open_generator(
 ) -> TextGenerator:
     """Open the model at `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder.
 
-    The weights are read when `TextGenerator.model` is first used.  A Hugging Face folder that matches no recipe is
-    loaded with transformers.
+    The weights are read when `TextGenerator.model` is first used.  A Hugging Face folder whose model no
+    native model spec builds is loaded with transformers.
 
     stack: a checkpoint's tokenizer files are extracted to a temporary folder, which is removed when the stack closes.
     allow_import: the modules that the checkpoint's configuration may import.

@@ -211,10 +211,10 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     all_sections.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
     for name in sections or all_sections:
         if name == "model":
-            recipes = all_models() if config is None else [config.spec]
+            specs = all_models() if config is None else [config.spec]
             parts += [
-                _section_help(f"model (model.name={r.name})", r.config, declared_keys(r.config), config)
-                for r in recipes
+                _section_help(f"model (model.name={spec.name})", spec.config, declared_keys(spec.config), config)
+                for spec in specs
             ]
         elif name == "objective":
             objectives = all_objectives() if config is None else {config.train.objective: type(config.objective)}
@@ -231,7 +231,7 @@ def _section_help(
     title: str, owner: type, declared: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None
 ) -> str:
     section = title.partition(" ")[0]
-    keys = {k: f for k, f in declared.items() if k.startswith(f"{section}.")}
+    keys = {key: item for key, item in declared.items() if key.startswith(f"{section}.")}
     docstring = (owner.__doc__ or "").partition("\n")[0]
     lines = [f"{title}: {docstring}"]
     for key, item in keys.items():

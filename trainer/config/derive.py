@@ -1,4 +1,4 @@
-"""Computes the values of a configuration that follow from others, in fourteen steps (`derive`).
+"""Computes the values of a configuration that follow from others, step by step (`derive`).
 
 A run stores the results, so that its data and dtypes cannot change when it is resumed.
 """
@@ -57,10 +57,10 @@ def with_section(config: RunConfig, section: str, **values: Any) -> RunConfig:
     return replace(config, **{section: replace(getattr(config, section), **values)})
 
 
-def derive(loaded: Loaded, values: Mapping[str, Any], name: str, needs_weights: bool) -> None:
+def derive(loaded: Loaded, given: Mapping[str, Any], name: str, needs_weights: bool) -> None:
     """Compute the values that follow from others, from files, and from the machine.
 
-    values: the values that layers set, by key.
+    given: the values that layers set, by key, before `model.name=auto` was resolved.
     name: the name of the run, if no layer sets it.
     needs_weights: whether initial weights that cannot be read are an error.
 
@@ -72,19 +72,18 @@ def derive(loaded: Loaded, values: Mapping[str, Any], name: str, needs_weights: 
     has_path = bool(loaded.config.data.path or loaded.config.data.eval_path)
     loaded.apply("data.path is given" if has_path else "no data.path is given", data_source)
     loaded.apply("what the name means today", lambda config: pinned_data(config, loaded.notes))
-    is_needed = loaded.config.eval.every > 0 and loaded.config.data.eval_path is None
-    loaded.apply("for eval.every, without data.eval_path" if is_needed else "no evaluation needs it", held_out_share)
+    loaded.apply("0.01 if an evaluation needs it, else 0", held_out_share)
     loaded.apply("train.objective reads labels", lambda config: with_section(config, "data", labels=labels_of(config)))
-    loaded.apply("train.objective scores the end of a text", lambda config: target_position(config, loaded))
+    loaded.apply("end if train.objective scores that", lambda config: target_position(config, loaded))
     loaded.apply("conversations do not attend to each other", lambda config: chat_packing(config, loaded))
     if not loaded.is_on_command_line("data.seq_len"):
         loaded.apply("the model's longest sequence", chat_length)
     loaded.apply(describe_auto_lr(loaded.config), auto_lr)
     loaded.apply("suits run.device", compute_dtype)
-    loaded.apply("as the weights are stored", adapter_base_dtype)
+    loaded.apply("bfloat16 if the weights are stored so, else train.weights_dtype", adapter_base_dtype)
     loaded.apply("the file in the folder that is named", tokenizer_file)
     if needs_weights:
-        check_initial_weights(loaded.config, values)
+        check_initial_weights(loaded.config, given)
     loaded.apply("comes with the initial weights", lambda config: tokenizer_of_weights(config, loaded))
 
 

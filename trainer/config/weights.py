@@ -80,10 +80,10 @@ def locate(path: str | os.PathLike[str]) -> Location:
 # The initial weights
 
 
-def check_initial_weights(config: RunConfig, explicit_values: Mapping[str, Any]) -> None:
+def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
     """Raise UserError if the run's initial weights cannot be read, or if they are random but would be quantized.
 
-    explicit_values: the values set in the recipe file and on the command line, by key.
+    given: the values that layers set, by key.
 
     A run that will resume from a checkpoint is not checked, nor are weights that are not in a Hugging Face folder.
     """
@@ -92,14 +92,14 @@ def check_initial_weights(config: RunConfig, explicit_values: Mapping[str, Any])
     source = config.train.init_from
     if source is not None:
         if locate(source).kind == "huggingface":
-            check_weights(source, "model.path" if explicit_values.get("model.path") else "train.init_from")
+            check_weights(source, "model.path" if given.get("model.path") else "train.init_from")
         return
     folder = config.model_path if hasattr(config.model, "fresh") else None
     if config.lora.packs and (folder is None or config.model.fresh):
         raise cannot_quantize_random_weights_error(config)
     if folder is None:
         return
-    fresh = explicit_values.get("model.fresh")
+    fresh = given.get("model.fresh")
     # A folder without weights is a model to train from scratch, but not one to fine-tune, unless this is asked for.
     settings = {
         "data.source": config.data.source,
