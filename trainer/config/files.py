@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -18,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.keys import EMPTY_VALUE_PROBLEM, declared_keys, expand_subsection
+from trainer.config.keys import EMPTY_VALUE_PROBLEM, declared_keys, expand_subsection, find_other_base
 from trainer.config.messages import unknown_key_error
 from trainer.config.model_folder import DeclaredModel
 from trainer.config.schema import RunConfig
@@ -87,33 +86,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, OmegaConfBaseException) as error:
         rule = f"cannot be read: {error}"
         raise setting_error("recipe", path, rule, fix="give a readable file") from error
-    _check_decimal(path)
+    if (number := find_other_base(path.read_text())) is not None:
+        rule = f"line {number.start_mark.line + 1}: YAML reads {number.value} as a number in base 8 or 60"
+        fix = f"write it in decimal, or with quotes if it is text: '{number.value}'"
+        raise setting_error("recipe", path, rule, fix=fix)
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
         raise setting_error("recipe", path, rule, fix=f"start from {_STARTING_POINT}")
     return {str(key): value for key, value in tree.items()}
-
-
-_OTHER_BASE = re.compile(r"[+-]?(0[0-7_]+|\d+(:\d+)+(\.\d*)?)")
-"""Numbers that YAML 1.1 reads in base 8 or 60."""
-
-
-def _check_decimal(path: Path) -> None:
-    """Raise UserError for a number such as 010 or 1:30 in a file, which YAML would read in base 8 or 60."""
-    text = path.read_text()
-    if not re.search(rf"[\s\[{{,]{_OTHER_BASE.pattern}\s*([,\]}}#]|$)", text, re.MULTILINE):
-        return  # nothing looks like one, so that the file need not be parsed again
-    nodes = [yaml.compose(text)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, yaml.MappingNode):
-            nodes += [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        elif node.style is None and _OTHER_BASE.fullmatch(node.value):
-            rule = f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number in base 8 or 60"
-            fix = f"write it in decimal, or with quotes if it is text: '{node.value}'"
-            raise setting_error("recipe", path, rule, fix=fix)
 
 
 def keys_of_sections(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:

@@ -13,9 +13,9 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from trainer.config.declare import check_number, union_members
 from trainer.config.messages import (
@@ -27,7 +27,7 @@ from trainer.config.messages import (
     wrong_value_error,
 )
 from trainer.config.schema import SUBSECTIONS, RunConfig
-from trainer.errors import setting_error
+from trainer.errors import UserError, setting_error
 from trainer.objective import Tokens
 
 COMMAND_LINE = "command line"
@@ -109,8 +109,7 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
         if not equals or not key:
             raise unexpected_argument_error(override, (), has_recipe=True)
         if key in SUBSECTIONS:
-            content: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))
-            for name, value in expand_subsection(key, content["value"]):
+            for name, value in expand_subsection(key, _yaml_value(key, text)):
                 assignments[name] = value if isinstance(value, str) else json.dumps(value)
         else:
             assignments[key] = text
@@ -139,12 +138,44 @@ def parse_text(key: str, text: str, hint: Any) -> Any:
         return text
     may_be_text = str in options and any(typing.get_origin(option) is dict for option in options)
     try:
-        value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        value = _yaml_value(key, text)
+    except UserError:
         if may_be_text:
             return text
-        raise setting_error(key, text, "is not a valid YAML value") from error
+        raise
     return text if may_be_text and not isinstance(value, dict) else value
+
+
+def _yaml_value(key: str, text: str) -> Any:
+    """Return the value of text in YAML.  Raises UserError if it is not valid, or has a number in another base in it."""
+    try:
+        value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise setting_error(key, text, "is not a valid YAML value") from error
+    if isinstance(value, (list, dict)) and (number := find_other_base(text)) is not None:
+        rule = f"{number.value} would be read in base 8 or 60"
+        raise setting_error(key, text, rule, fix="write it in decimal, or in quotes if it is text")
+    return value
+
+
+_OTHER_BASE = re.compile(r"[+-]?(0[0-7_]+|\d+(:\d+)+(\.\d*)?)")
+"""Numbers that YAML 1.1 reads in base 8 or 60."""
+
+
+def find_other_base(text: str) -> yaml.ScalarNode | None:
+    """Return the first number in YAML text, such as 010 or 1:30, that YAML reads in base 8 or 60; None if none is."""
+    if not re.search(rf"(^|[\s\[{{,]){_OTHER_BASE.pattern}\s*([,\]}}#]|$)", text, re.MULTILINE):
+        return None  # nothing looks like one, so that the text need not be parsed again
+    nodes = [yaml.compose(text)]
+    while nodes:
+        node = nodes.pop(0)
+        if isinstance(node, yaml.MappingNode):
+            nodes += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif node.style is None and _OTHER_BASE.fullmatch(node.value):
+            return node
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------
