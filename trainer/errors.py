@@ -78,12 +78,12 @@ def printable(text: str) -> str:
 
 
 def print_stderr(text: str) -> None:
-    """Print to stderr, without control characters.
+    """Print to stderr, without control characters and without credentials in URLs.
 
     Ignores write errors: the caller must continue even if its parent process has died and stderr is closed.
     """
     with contextlib.suppress(OSError):
-        print(printable(text), file=sys.stderr, flush=True)
+        print(printable(without_credentials(text)), file=sys.stderr, flush=True)
 
 
 def print_stdout(text: str, end: str = "\n") -> None:
@@ -123,6 +123,13 @@ class CommandParser(argparse.ArgumentParser):
         """Add `--allow-import`, which permits importing, and so running, a module that a checkpoint names."""
         help_text = "allow importing this module if the checkpoint names it; may be repeated"
         self.add_argument("--allow-import", metavar="MODULE", type=_module, action="append", default=[], help=help_text)
+
+
+def local_argument(text: str) -> str:
+    """Return an argument that must be a local path: the `type` of such an argument of a `CommandParser`."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text}: must be a local path, not a URL")
+    return text
 
 
 def _module(name: str) -> str:

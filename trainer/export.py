@@ -30,7 +30,15 @@ from trainer.config.weights import allows_other_tokenizer
 from trainer.data.prompts import chat_stop_ids
 from trainer.data.records import kind_of
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
+from trainer.errors import (
+    EXIT_FINISHED,
+    CommandParser,
+    UserError,
+    local_argument,
+    print_stderr,
+    print_stdout,
+    run_command,
+)
 from trainer.files import atomic_replace, temporary_folder, writing_to
 from trainer.hub import repo_id_of, upload
 from trainer.metrics.record import read_records
@@ -187,7 +195,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or the folder or URL of a checkpoint")
     target = "a folder in Hugging Face format; or a file, *.pt or *.safetensors; not needed with --push"
-    parser.add_argument("target", nargs="?", help=target)
+    parser.add_argument("target", nargs="?", type=local_argument, help=target)
     parser.add_argument(
         "--push", metavar="ORG/NAME", help="upload the export to the Hugging Face Hub, with a model card of the run"
     )

@@ -14,9 +14,9 @@ STALL_S = 60.0
 
 
 _CREDENTIALS = re.compile(
-    r"(?i)(?<=://)[^\s/:@?#\[]*:(?!\d+/)[^\s@?#]*(?=@)"  # user:password@; a number before a slash is a port
+    r"(?i)(?<=://)[^\s/:@?#\[]*:(?!\d+/)[^\s?#]*(?=@)"  # user:password@; a number before a slash is a port
     r"|(?<=http://)[^\s/?#]+(?=@)|(?<=https://)[^\s/?#]+(?=@)"  # a user without a password is a token
-    r"|(?<=hf://)[^\s@?#]*:[^\s@?#]*(?=@)"
+    r"|(?<=hf://)[^\s@?#]*:[^\s?#]*(?=@)"
     r"|(?<=[?&;#])(?:[\w.-]*[-_.]|access|api|aws)?"
     r"(?:token|secret|signature|sig|key|accesskeyid|password|credentials?)=[^\s&;#]*"
 )

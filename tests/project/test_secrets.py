@@ -20,6 +20,7 @@ SECRET = "hunter2"
     [
         (f"s3://key:{SECRET}@bucket/run", True),
         (f"s3://key:{SECRET}/with/slashes@bucket/run", True),
+        (f"s3://key:with@{SECRET}@bucket/run", True),
         (f"hf://datasets/me:{SECRET}@x/y", True),
         (f"https://{SECRET}@host/run", True),
         (f"https://host/run?a=1&token={SECRET}", True),
@@ -39,6 +40,15 @@ def test_credentials_in_a_url_are_refused_and_not_shown(
         assert SECRET not in printed
         assert code == (2 if is_secret else 0)
         assert ("environment" in printed and setting.partition("=")[0] in printed) if is_secret else url in printed
+
+
+@pytest.mark.parametrize(
+    "words", ["evaluate URL x", "checkpoints nowhere URL", "report URL", "export nowhere URL", "run --help URL"]
+)
+def test_credentials_in_the_words_of_a_command_are_not_shown(words: str) -> None:
+    refused = meshtrainer(*words.replace("URL", f"s3://key:{SECRET}@bucket/run").split())
+    assert refused.code == 2
+    assert SECRET not in refused.out + refused.err
 
 
 def test_credentials_in_a_recipe_file_are_refused(tmp_path: Path) -> None:

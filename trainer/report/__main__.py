@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
+from trainer.errors import EXIT_FINISHED, CommandParser, local_argument, print_stdout, run_command, setting_error
 from trainer.files import atomic_replace, writing_to
 from trainer.report.figures import draw_png
 from trainer.report.history import RecordedRun, read_run
@@ -27,7 +27,9 @@ from trainer.report.page import REFRESH_S, render_comparison, render_page, subti
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the report command and return its exit code."""
     parser = CommandParser(prog="python -m trainer.report", description=__doc__)
-    parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run folder; several are compared")
+    parser.add_argument(
+        "run_dirs", nargs="+", metavar="run_dir", type=local_argument, help="a run folder; several are compared"
+    )
     parser.add_argument(
         "--out",
         help="path of the page; the PNG is saved next to it (default: report.html in the run folder, or with several "
