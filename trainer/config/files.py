@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config.keys import EMPTY_VALUE_PROBLEM, declared_keys, expand_subsection, find_other_base
 from trainer.config.messages import unknown_key_error
 from trainer.config.model_folder import DeclaredModel
-from trainer.config.schema import RunConfig
+from trainer.config.schema import TYPED_BY_OTHERS, RunConfig
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.registry import check_import
 
@@ -125,10 +125,9 @@ def keys_of_sections(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, 
 
 def missing_model_error(values: Mapping[str, Any], path: str) -> UserError:
     """Return the error for a recipe file that names no model, or for an unknown key in the file if there is one."""
-    undetermined = ("model.", "objective.")  # the keys of these sections depend on the model and the objective
-    legal = {key: item for key, item in declared_keys().items() if not key.startswith(undetermined)}
+    legal = {key: item for key, item in declared_keys().items() if not key.startswith(TYPED_BY_OTHERS)}
     for key, value in values.items():
-        if not key.startswith(undetermined) and key not in legal:
+        if not key.startswith(TYPED_BY_OTHERS) and key not in legal:
             return unknown_key_error(key, value, legal, f" (in {path})")
     fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
     return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
@@ -180,20 +179,20 @@ def run_from_best_path(path: str) -> str | None:
     return run if is_best else None
 
 
-def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
+def check_imports(sections: Mapping[str, Any], command_line: Collection[str], allow_import: Collection[str]) -> None:
     """Raise UserError if a configuration written by a run names a module whose import the user has not allowed.
 
-    A key that is also given on the command line (`assignments`) is trusted.
+    sections: the configuration, by section.
+    command_line: the keys on the command line, which are trusted.
     """
     for section, name in (("model", "name"), ("fsdp", "wrap"), ("train", "objective")):
         key = f"{section}.{name}"
-        settings = values.get(section)
-        value = settings.get(name) if isinstance(settings, Mapping) else None
-        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
+        value = section_of(sections, section).get(name)
+        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in command_line:
             check_import(key, value, allow_import)
 
 
-def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+def read_stored(text: str, origin: str = CONFIG) -> dict[str, Any]:
     """Return a stored configuration by section, without resolving references or importing anything.
 
     Raises UserError, which names `origin`, if the text is not a configuration.
@@ -222,17 +221,14 @@ def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
-    """Return the model fields in a configuration written by `to_yaml`; None if its model spec is not `name`.
+    """Return the model fields in a configuration that a run has stored; None if its model spec is not `name`.
 
     Imports nothing that the text names.  Raises UserError, which names `where`, if the text is not a configuration.
     """
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
-    fields = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+    stored = read_stored(text, f"train.init_from: {where}")
+    fields = {str(field): value for field, value in section_of(stored, "model").items()}
+    if str(fields.pop("name", None)).rpartition(":")[2] != name:
         return None
     if "${" in str(fields):
         raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
-    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
+    return DeclaredModel(where, fields)

@@ -26,16 +26,12 @@ from trainer.config.messages import (
     words_of,
     wrong_value_error,
 )
-from trainer.config.schema import SUBSECTIONS, RunConfig
+from trainer.config.schema import SUBSECTIONS, TYPED_BY_OTHERS, RunConfig
 from trainer.errors import UserError, setting_error
 from trainer.objective import Tokens
 
 COMMAND_LINE = "command line"
 """The origin of values from the command line."""
-
-TYPED_BY_OTHERS = ("model.", "objective.")
-"""Prefixes of the keys whose types depend on `model.name` and `train.objective`.  On the command line, their values are
-text until these are known."""
 
 FREE_TEXT = ("run.on_end", "log.prompts")
 """Keys whose text may contain anything, also what looks like credentials in a URL."""

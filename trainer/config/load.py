@@ -32,20 +32,20 @@ from trainer.config.files import (
 from trainer.config.keys import (
     COMMAND_LINE,
     FREE_TEXT,
-    TYPED_BY_OTHERS,
     declared_keys,
     parse_text,
     split_overrides,
     typed_config,
 )
 from trainer.config.model_folder import (
+    CONFIG_JSON,
     DeclaredModel,
     find_native,
     free_fields,
     has_config_only,
     read_declared_model,
 )
-from trainer.config.schema import AUTO, MODEL, MODEL_KEYS, RunConfig
+from trainer.config.schema import AUTO, MODEL, MODEL_KEYS, TYPED_BY_OTHERS, RunConfig
 from trainer.config.weights import is_fine_tuning, locate, parse_bool
 from trainer.errors import UserError, reject_credentials, setting_error
 from trainer.objective import find_objective
@@ -54,7 +54,9 @@ from trainer.registry import find_model
 
 @dataclass(frozen=True)
 class Layer:
-    """The values that one place sets, by key; those of the command line in TYPED_BY_OTHERS are text.
+    """The values that one place sets, by key.
+
+    On the command line, the values of keys in TYPED_BY_OTHERS are text, until the model and the objective are known.
 
     texts: the values of the command line as they were typed, for messages.
     """
@@ -124,9 +126,7 @@ def load_layers(layers: Sequence[Layer], name: str, needs_weights: bool = True) 
     values, origins = merge(layers)
     if "model.name" not in values:
         raise missing_model_error(values, layers[0].origin)
-    model = find_model(str(values["model.name"])).config
-    objective: type = find_objective(str(values.get("train.objective", "tokens")))
-    config = typed_config(values, origins, layers[-1].texts, model, objective)
+    config = _typed(values, origins, layers[-1].texts)
     if declared is not None:
         declared.check(config.model, config.checkpoint.allow_changes)
     loaded = Loaded(config, origins, notes)
@@ -151,10 +151,23 @@ def load_stored(text: str, origin: str = CONFIG, allow_import: Collection[str] =
             values[key] = str(hub.cached_path(name) or values[key])
     if "model.name" not in values:
         raise missing_model_error(values, origin)
+    config = _typed(values, dict.fromkeys(values, origin), {}, allow_import)
+    return with_section(config, "data", labels=labels_of(config))
+
+
+def _typed(
+    values: Mapping[str, Any],
+    origins: Mapping[str, str],
+    texts: Mapping[str, str],
+    allow_import: Collection[str] | None = None,
+) -> RunConfig:
+    """Return the configuration with these values, for the model and the objective that they name (`typed_config`).
+
+    allow_import: the modules that may be imported to find these two; None for any.
+    """
     model = find_model(str(values["model.name"]), allow_import).config
     objective: type = find_objective(str(values.get("train.objective", "tokens")), allow_import)
-    config = typed_config(values, dict.fromkeys(values, origin), {}, model, objective)
-    return with_section(config, "data", labels=labels_of(config))
+    return typed_config(values, origins, texts, model, objective)
 
 
 def stored_layer(text: str, origin: str) -> Layer:
@@ -319,12 +332,11 @@ def fetch_models(
         if commit is not None:
             notes.append(f"{key}={text}: this run stays with commit {commit[:12]}, which it began with")
         paths[key] = _fetch(key, text, commit, needs_weights and key != "data.tokenizer")
-    replaced = [replace(layer, values={**layer.values, **_common(paths, layer.values)}) for layer in layers]
+    replaced = []
+    for layer in layers:
+        own_paths = {key: path for key, path in paths.items() if key in layer.values}
+        replaced.append(replace(layer, values={**layer.values, **own_paths}))
     return replaced, {key: texts[key] for key in paths}
-
-
-def _common(values: Mapping[str, Any], other: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key in other}
 
 
 def _fetch(key: str, text: str, commit: str | None, with_weights: bool) -> str:
@@ -382,8 +394,7 @@ def resolve_auto_model(layers: Sequence[Layer]) -> list[Layer]:
     fields = {f"model.{item.name}": item for item in dataclasses.fields(native[0].config)} if native else {}
     if native is None or any(key not in {*fields, *_FOLDER_KEYS} for key in values if key.startswith("model.")):
         found = {"model.name": find_model("hf").name, "model.path": folder}
-        kept = [layer.without(("model.name",)) for layer in remaining]
-        return [*kept[:-1], Layer(folder, found), kept[-1]]
+        return _below_command_line([layer.without(("model.name",)) for layer in remaining], Layer(folder, found))
     spec, config = native
     found = {key: getattr(config, item.name) for key, item in fields.items()} | {"model.name": spec.name}
     found = {key: value for key, value in found.items() if not (key in values and _is_training_only(fields[key]))}
@@ -401,8 +412,13 @@ def resolve_auto_model(layers: Sequence[Layer]) -> list[Layer]:
     if values.get("data.tokenizer") == MODEL:
         found["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
         dropped.append("data.tokenizer")
-    kept = [layer.without(dropped) for layer in remaining]
-    return [*kept[:-1], Layer(display_path(Path(folder) / "config.json"), found), kept[-1]]
+    of_folder = Layer(display_path(Path(folder) / CONFIG_JSON), found)
+    return _below_command_line([layer.without(dropped) for layer in remaining], of_folder)
+
+
+def _below_command_line(layers: Sequence[Layer], layer: Layer) -> list[Layer]:
+    """Return the layers with one more, which overrides all of them but the last, the command line."""
+    return [*layers[:-1], layer, layers[-1]]
 
 
 def _is_training_only(item: dataclasses.Field[Any]) -> bool:
@@ -432,7 +448,7 @@ def add_model_of_weights(layers: Sequence[Layer]) -> tuple[list[Layer], Declared
     }
     if "model.name" in layers[-1].values:
         found["model.name"] = name  # else the command line would drop the fields as those of another model
-    return [*layers[:-1], Layer(display_path(Path(declared.where)), found), layers[-1]], declared
+    return _below_command_line(layers, Layer(display_path(Path(declared.where)), found)), declared
 
 
 def _find_declared(source: str, spec: Any) -> DeclaredModel | None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from trainer.config.declare import union_members
+from trainer.config.schema import TYPED_BY_OTHERS
 from trainer.errors import UserError, as_argument, as_typed, choice_error, nearest, setting_error
 from trainer.urls import without_credentials
 
@@ -145,7 +146,7 @@ def unknown_option_error(
     """
     rule = f"{without_credentials(option)}: no such option"
     name, equals, value = option.lstrip("".join(DASHES)).partition("=")
-    is_key = name in {*legal, *others, "recipe", "nproc"} or name.startswith(_MODEL_SECTIONS)
+    is_key = name in {*legal, *others, "recipe", "nproc"} or name.startswith(TYPED_BY_OTHERS)
     meant = name if is_key else similar_key(name, legal)
     if meant is not None and not equals:
         return UserError(f"{rule}\n  to fix: settings are written without dashes, as {meant}=VALUE")
@@ -156,10 +157,6 @@ def unknown_option_error(
     if similar:
         return UserError(f"{rule}\n  did you mean --{similar[0]}?", f"--{similar[0]}")
     return UserError(f"{rule}\n  to fix: see --help")
-
-
-_MODEL_SECTIONS = ("model.", "objective.")
-"""Prefixes of the keys that depend on the model and the objective, and so are not known before a recipe is read."""
 
 
 def unexpected_argument_error(

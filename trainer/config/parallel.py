@@ -85,9 +85,7 @@ def resolve_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int
 def smallest_mesh(config: RunConfig) -> MeshShape:
     """Return the smallest mesh that a configuration allows, to check settings before the number of ranks is known."""
     mesh = config.mesh
-    reshard = config.fsdp.reshard_after_forward
-    requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context, mesh.expert]
-    sizes = [size for size in requested if isinstance(size, int)]
+    sizes = [size for size in (*config.fsdp.reshard_sizes, mesh.context, mesh.expert) if isinstance(size, int)]
     shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
     return MeshShape(max(1, mesh.replicate), shard)
 
@@ -325,7 +323,7 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     if method == "exchange" and config.train.compile is True:
         rule = f"compiled blocks cannot exchange tokens between mesh.expert={expert} ranks: sizes depend on the tokens"
         raise setting_error("train.compile", True, rule, fix="set mesh.expert_method=gather, or train.compile=false")
-    _check_reshard(config)
+    _check_no_partial_reshard(config)
 
 
 def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
@@ -341,9 +339,7 @@ def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
         return ""
     if config.mesh.expert != 1 or shape.shard <= num_experts:
         return ""
-    setting = config.fsdp.reshard_after_forward
-    reshards_to_number = any(isinstance(entry, int) for entry in (setting if isinstance(setting, list) else [setting]))
-    if shape.shard % num_experts == 0 and not reshards_to_number:
+    if shape.shard % num_experts == 0 and not config.fsdp.reshard_sizes:
         return ""
     shard = math.gcd(shape.shard, num_experts)
     return (
@@ -353,12 +349,13 @@ def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
     )
 
 
-def _check_reshard(config: RunConfig) -> None:
+def _check_no_partial_reshard(config: RunConfig) -> None:
+    """Raise UserError if units reshard to a number of ranks."""
+    if all(size == 1 for size in config.fsdp.reshard_sizes):
+        return
     setting = config.fsdp.reshard_after_forward
-    entries = setting if isinstance(setting, list) else [setting]
-    if any(isinstance(entry, int) and entry > 1 for entry in entries):
-        legal = [entry if isinstance(entry, str) else "always" for entry in entries]
-        rule = f"a number of ranks to reshard to cannot be combined with mesh.expert={config.expert}"
-        raise setting_error(
-            "fsdp.reshard_after_forward", setting, rule, legal if isinstance(setting, list) else "always"
-        )
+    legal: object = "always"
+    if isinstance(setting, list):
+        legal = [entry if isinstance(entry, str) else "always" for entry in setting]
+    rule = f"a number of ranks to reshard to cannot be combined with mesh.expert={config.expert}"
+    raise setting_error("fsdp.reshard_after_forward", setting, rule, legal)

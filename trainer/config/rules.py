@@ -61,10 +61,12 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     key = "fsdp.reshard_after_forward"
     value = config.fsdp.reshard_after_forward
-    for entry in value if isinstance(value, list) else [value]:
-        if isinstance(entry, int) and shape.shard % entry:
-            size = nearest_divisor(entry, shape.shard)
-            proposal = [size if item == entry else item for item in value] if isinstance(value, list) else size
+    for size in config.fsdp.reshard_sizes:
+        if shape.shard % size:
+            nearest_size = nearest_divisor(size, shape.shard)
+            proposal: object = nearest_size
+            if isinstance(value, list):
+                proposal = [nearest_size if entry == size else entry for entry in value]
             raise setting_error(key, value, f"a number of ranks must divide the shard axis, {shape.shard}", proposal)
 
 

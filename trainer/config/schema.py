@@ -42,6 +42,9 @@ is built."""
 MODEL = "model"
 """The value of `data.tokenizer` and `data.chat_template` that selects the model's own."""
 
+TYPED_BY_OTHERS = ("model.", "objective.")
+"""Prefixes of the keys whose types depend on `model.name` and `train.objective`."""
+
 MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.teacher")
 """Keys that name a model's files.  For files from the Hugging Face Hub, a run stores the pinned name, not a path."""
 
@@ -284,7 +287,7 @@ class FsdpSection:
 
     wrap: str = declare(
         "block",
-        "FSDP units: block (those that the model lists), size:<parameters>, or package.module:function",
+        "FSDP units: block (those that the model spec lists), size:<parameters>, or package.module:function",
         pattern=r"block|size:0*[1-9][\d_]*|[\w.]+:\w+",
         form="block, size:<parameters>, or package.module:function",
         example="block",
@@ -329,6 +332,13 @@ class FsdpSection:
     prefetch_backward: int = declare(
         0, "units to gather ahead in the backward pass; 0: FSDP's default overlap (one)", at_least=0
     )
+
+    @property
+    def reshard_sizes(self) -> list[int]:
+        """The numbers of ranks in `reshard_after_forward`; empty if it has only words."""
+        setting = self.reshard_after_forward
+        entries = setting if isinstance(setting, list) else [setting]
+        return [entry for entry in entries if isinstance(entry, int)]
 
 
 # ---------------------------------------------------------------------------------------------------------------
