@@ -91,30 +91,37 @@ def list_checkpoints(storage: Storage, verify: bool = False) -> list[CheckpointE
         for step in sorted(entry_by_step)
         if not entry_by_step[step].damage or storage.is_published(checkpoint_name(step))
     ]
-    entries, best = [entry_by_step[step] for step in remaining], best_step(storage)
+    entries = [entry_by_step[step] for step in remaining]
+    best = best_step(storage)
     for entry in entries:
         entry.is_best = entry.step is not None and entry.step == best
     return [*entries, *quarantined]
 
 
 def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
-    folder, entry = storage / name, CheckpointEntry(name)
+    folder = storage / name
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
-        entry.damage = (f"{folder}/{MANIFEST}: is missing",)
+        return CheckpointEntry(name, damage=(f"{folder}/{MANIFEST}: is missing",))
     except (Damaged, UserError, OSError) as error:
-        entry.damage = (str(error),)
-    else:
-        entry.step, entry.bytes = manifest.step, manifest.num_bytes
-        entry.created, entry.torch, entry.num_skipped = manifest.created, manifest.torch, manifest.num_skipped
-        entry.evaluation = dict(manifest.evaluation)
-        entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
-        entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
-        if manifest.num_skipped:
-            entry.notes += (_SAVED_WHILE_SKIPPING.format(name, manifest.num_skipped),)
-        entry.state = "damaged" if entry.damage else "verified" if verify else "whole"
-    return entry
+        return CheckpointEntry(name, damage=(str(error),))
+    damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
+    undamaged = "verified" if verify else "whole"
+    skipped = _SAVED_WHILE_SKIPPING.format(name, manifest.num_skipped)
+    return CheckpointEntry(
+        name,
+        step=manifest.step,
+        bytes=manifest.num_bytes,
+        created=manifest.created,
+        mesh=" x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items()),
+        torch=manifest.torch,
+        state="damaged" if damage else undamaged,
+        damage=damage,
+        num_skipped=manifest.num_skipped,
+        notes=(skipped,) if manifest.num_skipped else (),
+        evaluation=dict(manifest.evaluation),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -93,13 +93,15 @@ def export_checkpoint(
     """
     stored = open_checkpoint(checkpoint, ema)
     config = load_stored(stored.config_yaml, allow_import=allow_import)
-    path, model_files = Path(target), model_files_of(stored)
+    path = Path(target)
+    model_files = model_files_of(stored)
     if TOKENIZER in model_files.files and _was_trained_on_bytes(config):
         print_stderr(
             "warning: the run was trained on bytes: the tokenizer that came with its initial weights is left out"
         )
         model_files.files = {name: data for name, data in model_files.files.items() if not is_tokenizer_file(name)}
-    is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
+    is_file = path.suffix in (".pt", ".safetensors")
+    has_adapters = config.lora.rank > 0
     if merge is False and not has_adapters:
         raise UserError(
             f"--adapter: {checkpoint} belongs to a run without adapters (lora.rank=0)\n  to fix: leave it out"

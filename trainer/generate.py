@@ -146,7 +146,8 @@ def open_generator(
         if has_config_only(folder):
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
-        (build, load), (tokenizer, template) = _model_of_folder(location, device), settings_for_folder(folder)
+        build, load = _model_of_folder(location, device)
+        tokenizer, template = settings_for_folder(folder)
         return TextGenerator(build, load, device, tokenizer, template, _generation_settings(read_model_files(folder)))
     source = open_checkpoint(location.path, ema)
     config = load_stored(source.config_yaml, allow_import=allow_import)
@@ -189,13 +190,15 @@ def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
     """Yield the text of `tokens`, a continuation of `prompt`, in pieces that end with a complete character."""
-    context, new = list(prompt[-_NUM_CONTEXT_TOKENS:]), list[int]()
+    context = list(prompt[-_NUM_CONTEXT_TOKENS:])
+    new: list[int] = []
     for token in tokens:
         new.append(token)
         text = decode([*context, *new])[len(decode(context)) :]
         if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text
-            context, new = [*context, *new][-_NUM_CONTEXT_TOKENS:], []
+            context = [*context, *new][-_NUM_CONTEXT_TOKENS:]
+            new = []
     if new:
         yield decode([*context, *new])[len(decode(context)) :]
 
@@ -259,7 +262,9 @@ def _explaining_memory(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     _check_options(options)
-    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
         text_generator = open_generator(options.path, torch.device(device), stack, options.allow_import, options.ema)
         tokenizer = find_tokenizer(text_generator.tokenizer, bos=text_generator.bos)
@@ -291,8 +296,7 @@ def _stream(
     num_tokens = min(options.max_tokens, max_len - len(prompt))
     seed = secrets.randbits(63) if options.seed is None else options.seed
     end_ids = text_generator.end_ids(tokenizer)
-    model, device = text_generator.model, text_generator.device
-    decoder = build_decoder(model, device, len(prompt) + num_tokens)
+    decoder = build_decoder(text_generator.model, text_generator.device, len(prompt) + num_tokens)
     generated = generate_tokens(decoder, [prompt], [num_tokens], sampling, seed, ends=end_ids)
     tokens = (token for token in map(_require_token, generated) if token not in end_ids)
     make_safe = printable if sys.stdout.isatty() else str
@@ -322,10 +326,14 @@ def _answer_prompts(
 
     With `--out`, flushes each batch of completions to disk.
     """
-    max_len, batch_size = max_seq_len(text_generator.build()) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
+    max_len = max_seq_len(text_generator.build()) or sys.maxsize
+    batch_size = options.batch or _DEFAULT_BATCH_SIZE
     records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
-    model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
-    num_done, num_tokens, start_time = 0, 0, time.monotonic()
+    end_ids = text_generator.end_ids(tokenizer)
+    model = text_generator.model
+    num_done = 0
+    num_tokens = 0
+    start_time = time.monotonic()
 
     def progress() -> str:
         seconds = time.monotonic() - start_time
@@ -343,7 +351,7 @@ def _answer_prompts(
                 [prompts[index] for index in batch],
                 [min(options.max_tokens, max_len - len(prompts[index])) for index in batch],
                 sampling,
-                seed=seed,
+                seed=options.seed or 0,
                 indices=batch,
                 ends=end_ids,
                 device=text_generator.device,
@@ -361,7 +369,8 @@ def _answer_prompts(
             else:
                 with writing_to("--out", Path(options.out)):
                     append_and_sync(Path(options.out), lines)
-            num_done, num_tokens = batch.stop, num_tokens + sum(len(each.tokens) for each in completions)
+            num_done = batch.stop
+            num_tokens += sum(len(each.tokens) for each in completions)
 
 
 def _read_prompts(
@@ -371,7 +380,8 @@ def _read_prompts(
     if "://" in options.prompts:
         raise setting_error("--prompts", options.prompts, "is not on a local file system", fix="download the file")
     path = Path(options.prompts).expanduser()
-    records, prompts = list[dict[str, Any]](), list[list[int]]()
+    records: list[dict[str, Any]] = []
+    prompts: list[list[int]] = []
     chats: ChatPrompts | None = None
     for location, record in read_prompts(path, "--prompts"):
         if "messages" in record:

@@ -16,7 +16,7 @@ from trainer.config.files import recipe_description, recipe_files
 from trainer.config.keys import declared_keys
 from trainer.config.messages import DASHES, type_name, unexpected_argument_error, unknown_option_error
 from trainer.config.schema import RunConfig
-from trainer.errors import CommandParser, UserError, nearest, setting_error
+from trainer.errors import CommandParser, UserError, nearest, setting_error, yaml_scalar
 from trainer.objective import all_objectives
 from trainer.registry import all_models
 
@@ -244,10 +244,6 @@ def _section_help(
 
 
 def _format(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
-    return str(value) if value != "" else "(empty)"
+    return yaml_scalar(value) or "(empty)"

@@ -202,17 +202,17 @@ def typed_config(
     tree = copy.deepcopy(default_tree(model, objective))
     declared = declared_keys(model, objective)
     for key, value in values.items():
-        given = texts.get(key, value)
+        shown = texts.get(key, value)
         where = "" if origins[key] == COMMAND_LINE else f" (in {origins[key]})"
         if key not in declared:
-            raise unknown_key_error(key, given, declared, where, str(values.get("model.name") or ""))
+            raise unknown_key_error(key, shown, declared, where, str(values.get("model.name") or ""))
         hint = declared[key].type
         if origins[key] == COMMAND_LINE and key.startswith(TYPED_BY_OTHERS):
             value = parse_text(key, value, hint)
         for text in _texts(value):
             _reject_resolvers(key, text, where)
             if _ESCAPED.search(text) and not _takes_text(hint):  # OmegaConf would not check its type
-                raise wrong_value_error(key, given, value, declared[key], where)
+                raise wrong_value_error(key, shown, value, declared[key], where)
         if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
             value = os.path.expanduser(value)
         options = union_members(hint)
@@ -224,7 +224,7 @@ def typed_config(
                 value = float(value)
             OmegaConf.update(tree, key, value, merge=False)
         except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-            raise wrong_value_error(key, given, value, declared[key], where) from error
+            raise wrong_value_error(key, shown, value, declared[key], where) from error
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:

@@ -192,7 +192,9 @@ def wrong_value_error(key: str, given: Any, value: Any, field: dataclasses.Field
         return setting_error(key, given, rule, aliases[str(value).lower()])
     number = _whole_number(value) if int in options else None
     if number is not None:
-        return setting_error(key, given, rule, max(number, field.metadata.get("at_least", number)))
+        at_least = field.metadata.get("at_least", number)
+        at_most = field.metadata.get("at_most", number)
+        return setting_error(key, given, rule, min(max(number, at_least), at_most))
     if any(_is_item_of(value, option) for option in options):
         return setting_error(key, given, rule, [value])
     proposal = nearest(value, words_of(options)) or example_value(key, field)

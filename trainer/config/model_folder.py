@@ -139,12 +139,15 @@ def _check_sizes(content: Mapping[str, Any]) -> None:
     def largest(*names: str) -> int:
         return max((sizes[name] for name in names if name in sizes), default=1)
 
-    layers, experts, width = largest(*_LAYERS), largest(*_EXPERTS), largest(*_WIDTHS)
+    layers = largest(*_LAYERS)
+    experts = largest(*_EXPERTS)
+    width = largest(*_WIDTHS)
     if layers > _MAX_LAYERS:
         raise UserError(f"{layers:,} layers: no model has more than {_MAX_LAYERS:,}")
     if layers * experts > _MAX_EXPERTS:
         raise UserError(f"{layers:,} layers of {experts:,} experts: no model has more than {_MAX_EXPERTS:,} in all")
-    num_heads, num_kv_heads = largest(*_HEADS), largest(*_KV_HEADS)
+    num_heads = largest(*_HEADS)
+    num_kv_heads = largest(*_KV_HEADS)
     if "head_dim" not in sizes and width % num_heads and width > 1:
         raise UserError(f"num_attention_heads={num_heads}: must divide the width, {width}, as there is no head_dim")
     if num_heads % num_kv_heads and not any(isinstance(content.get(name), list) for name in sizes):
@@ -395,7 +398,8 @@ def read_declared_model(folder: str | Path, spec: ModelSpec, setting: str) -> De
     if not config_json.exists():
         return None
     content = read_config(path, setting)
-    hf, model_type = find_huggingface(spec), content["model_type"]
+    hf = find_huggingface(spec)
+    model_type = content["model_type"]
     if callable(hf.model_type):
         rule = f"model.name={spec.name} takes its weights from model.path"
         raise setting_error(setting, folder, rule, fix=f"model.path={path}, without {setting}")

@@ -60,7 +60,9 @@ def find_phases(config: RunConfig) -> list[Phase]:
             previous_start = phases[-1].start // config.train.global_batch_size + 1
             rule = f"must start after the previous phase, which starts at step {previous_start}"
             raise setting_error(f"{key}.from", entry["from"], rule, previous_start + 1)
-        phases = [*phases[: len(phases) if phase.start else 0], phase]
+        if phase.start == 0:  # it is the first, in place of the one with `data.weights`
+            phases.clear()
+        phases.append(phase)
     return phases
 
 
@@ -88,12 +90,10 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
         if name not in names:
             rule = f"data.path has no source {name}; it has {', '.join(names)}"
             suggestion = nearest(name, names)
-            meant = (
-                {suggestion if other == name else other: value for other, value in weights.items()}
-                if suggestion
-                else None
-            )
-            raise setting_error(key, weights, rule, meant or dict.fromkeys(names, 1))
+            meant: dict[Any, Any] = dict.fromkeys(names, 1)
+            if suggestion:
+                meant = {suggestion if other == name else other: value for other, value in weights.items()}
+            raise setting_error(key, weights, rule, meant)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
             without = {**weights, name: 0}
             is_legal = all(isinstance(other, (int, float)) for other in without.values()) and sum(without.values()) > 0
@@ -104,11 +104,7 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
         raise setting_error(key, weights, "at least one weight must be above 0", proposal=dict.fromkeys(names, 1))
     too_small = [name for name, weight in weights.items() if 0 < weight * MIXTURE_BLOCK < total]
     if too_small:
-        min_weight = sum(weight for name, weight in weights.items() if name not in too_small) / (
-            MIXTURE_BLOCK - len(too_small)
-        )
-        legal = {
-            name: float(f"{min_weight * 1.001:.3g}") if name in too_small else weight
-            for name, weight in weights.items()
-        }
+        others = sum(weight for name, weight in weights.items() if name not in too_small)
+        min_weight = others / (MIXTURE_BLOCK - len(too_small))
+        legal = {**weights, **dict.fromkeys(too_small, float(f"{min_weight * 1.001:.3g}"))}
         raise setting_error(key, weights, f"the share of {too_small[0]} is below one sample in {MIXTURE_BLOCK}", legal)

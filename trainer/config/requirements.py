@@ -124,11 +124,10 @@ def _missing_compiler(device_type: str) -> tuple[str, str]:
     """Return the `rule` and `fix` of the error for a missing compiler; empty strings if none is missing."""
     if device_type == "cuda" and not _is_installed("triton"):
         return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
-    language, variable, usual_names = (
-        ("C", "CC", ("gcc", "clang"))
-        if device_type == "cuda"
-        else ("C++", "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",))
-    )
+    if device_type == "cuda":
+        language, variable, usual_names = "C", "CC", ["gcc", "clang"]
+    else:
+        language, variable, usual_names = "C++", "CXX", ["clang++" if sys.platform == "darwin" else "g++"]
     names = shlex.split(os.environ.get(variable, ""))[:1] or usual_names
     if any(shutil.which(name) for name in names):
         return "", ""

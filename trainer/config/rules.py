@@ -1,6 +1,6 @@
 """Checks settings against each other and against the number of ranks.
 
-Rules for a single key are declared beside it in the schema.
+Rules for a single key are declared beside it in the schema, if a limit, a pattern or `needs` can express them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,23 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     check_batch(config, shape)
     _check_reshard(config, shape)
     _check_needs(config)
-    _check_settings(config)
+    _check_activation_checkpoint(config)
+    _check_optimizer_dtypes(config)
+    _check_float8(config)
+    _check_lora(config)
+    _check_objective(config)
+    _check_evaluation(config)
+    _check_lr_range(config)
+    if config.train.epochs is None:
+        check_schedule(config)
+    _check_resume(config)
+    _check_deadline(config)
+    _check_base_model(config)
+    _check_urls(config)
+    _check_init_from(config)
+    _check_run_name(config)
+    _check_allow_changes(config)
+    _check_paths(config)
     _check_data(config)
     _check_profile(config, shape)
     if config.spec.check is not None:
@@ -88,9 +104,8 @@ def _check_needs(config: RunConfig) -> None:
             raise setting_error(key, value, rule, item.default, fix=fix)
 
 
-def _check_settings(config: RunConfig) -> None:
-    """Check settings, one by one and against each other, by rules that do not depend on the number of ranks."""
-    _check_activation_checkpoint(config)
+def _check_optimizer_dtypes(config: RunConfig) -> None:
+    """Check that each optimizer supports the dtypes of the weights and of its state."""
     for key, dtype in (
         ("train.weights_dtype", config.train.weights_dtype),
         ("optim.state_dtype", config.optim.state_dtype),
@@ -107,41 +122,52 @@ def _check_settings(config: RunConfig) -> None:
         if dtype != "float32" and optimizer in ("sgd", "muon"):
             rule = f"optim.groups[{number}] has optimizer={optimizer}, which would lose small updates"
             raise setting_error("train.weights_dtype", dtype, rule, "float32")
-    _check_float8(config)
-    _check_lora(config)
+
+
+def _check_objective(config: RunConfig) -> None:
     objective = config.train.objective
     if objective != "tokens" and config.spec.trainer is not None:
         rule = f"model {config.spec.name!r} has its own Trainer, which defines its own objective"
         raise setting_error("train.objective", objective, rule, "tokens")
-    _check_evaluation(config)
+
+
+def _check_lr_range(config: RunConfig) -> None:
     first, last = config.schedule.lr_range
     if not first < last:
         reversed_range = [last, first] if last < first else None
         raise setting_error("schedule.lr_range", [first, last], "must rise", proposal=reversed_range)
-    if config.train.epochs is None:
-        check_schedule(config)
+
+
+def _check_resume(config: RunConfig) -> None:
     resume = config.checkpoint.resume
-    if (
-        resume not in ("auto", "none")
-        and "://" not in resume
-        and not Path(run_from_best_path(resume) or resume).is_dir()
-    ):
+    if resume in ("auto", "none") or "://" in resume:
+        return
+    if not Path(run_from_best_path(resume) or resume).is_dir():
         rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
         raise setting_error("checkpoint.resume", resume, rule, proposal="auto")
-    if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
+
+
+def _check_deadline(config: RunConfig) -> None:
+    if config.run.deadline is None:
+        return
+    deadline = find_deadline(config)
+    if deadline is not None and deadline <= time.time():
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", config.run.deadline, "has already passed", proposal=tomorrow)
-    _check_base_model(config)
+
+
+def _check_urls(config: RunConfig) -> None:
     for key, value in (
         ("checkpoint.dir", config.checkpoint.dir),
-        ("checkpoint.resume", resume),
+        ("checkpoint.resume", config.checkpoint.resume),
         ("train.init_from", config.train.init_from),
     ):
         if value is not None and "://" in value and not has_known_scheme(value):
             rule = f"{value.partition('://')[0]}:// is no kind of storage that fsspec knows"
             raise setting_error(key, value, rule, fix="use a folder, or a URL such as s3://bucket/path")
-    _check_init_from(config)
-    _check_run_name(config)
+
+
+def _check_allow_changes(config: RunConfig) -> None:
     legal = [
         *declared_keys(type(config.model), type(config.objective)),
         *(section.name for section in dataclasses.fields(RunConfig)),
@@ -154,7 +180,6 @@ def _check_settings(config: RunConfig) -> None:
         raise setting_error(
             "checkpoint.allow_changes", list(unknown), rule, proposal=suggestion and [suggestion], fix=fix
         )
-    _check_paths(config)
 
 
 def check_schedule(config: RunConfig) -> None:
@@ -444,7 +469,12 @@ def check_chats(config: RunConfig) -> None:
     path = Path(setting).expanduser()
     if setting in (MODEL, CHATML) or path.is_file():
         return
-    problem = "is a folder" if path.is_dir() else "no such file" if path.suffix or "/" in setting else "unknown name"
+    if path.is_dir():
+        problem = "is a folder"
+    elif path.suffix or "/" in setting:
+        problem = "no such file"
+    else:
+        problem = "unknown name"
     meant = MODEL if setting in ("auto", "tokenizer", "default") else nearest(setting, (CHATML, MODEL))
     rule = f"{problem}; must be model, chatml, or a Jinja file"
     raise setting_error("data.chat_template", setting, rule, meant or "chat_template.jinja")
