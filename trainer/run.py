@@ -166,10 +166,10 @@ def _prepare(
 ) -> Task | None:
     """Load and check the configuration.  Returns None if the command only prints something, like `--help`."""
     recipe, overrides = arguments.recipe, arguments.overrides
-    if arguments.has_option("--version"):
+    if "--version" in arguments.options:
         print_stdout(f"meshtrainer {__version__}")
         return None
-    if arguments.has_option("--help"):
+    if "--help" in arguments.options:
         shown = load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None
         print_stdout(full_help(arguments.sections, shown))
         return None
@@ -178,9 +178,9 @@ def _prepare(
             raise missing_recipe_error(USAGE.partition("\n")[0], overrides)
         raise UserError(f"{USAGE}\n{recipe_list()}")
     loaded = load(recipe, overrides, arguments.allow_import)
-    if arguments.has_option("--print-config"):
+    if "--print-config" in arguments.options:
         _check_before_printing(loaded.config, arguments.nproc, env)
-        _print_config(loaded, arguments.has_option("--why"))
+        _print_config(loaded, "--why" in arguments.options)
         return None
     if env.launcher != "nproc" and env.rank == 0:  # with nproc, the parent process has already done this
         for note in loaded.notes:
@@ -199,7 +199,7 @@ def _prepare(
         check_sharding(config)  # imports torch and builds the model, so it is only called for these settings
 
     action: Callable[[Trainer], int] = _train
-    if arguments.has_option("--dry-run"):
+    if "--dry-run" in arguments.options:
         action = partial(_dry_run, config)
         config = stack.enter_context(dry_run_config(config, env))
     return Task(

@@ -211,10 +211,15 @@ def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) 
     job_number = int(env["SLURM_JOB_ID"])
     port = 20000 + (job_number * 7 + job.restart) % 10000  # the same on all nodes, different for each attempt
     return [
-        *(*srun, "--ntasks-per-node=1", *python, "-m", "torch.distributed.run"),
+        *srun,
+        "--ntasks-per-node=1",
+        *python,
+        "-m",
+        "torch.distributed.run",
         f"--nnodes={env.get('SLURM_JOB_NUM_NODES', '1')}",
         f"--nproc-per-node={options.nproc or env.get('SLURM_GPUS_ON_NODE') or 2}",
-        *(f"--rdzv-id={job_number}.{job.restart}", "--rdzv-backend=c10d"),
+        f"--rdzv-id={job_number}.{job.restart}",
+        "--rdzv-backend=c10d",
         f"--rdzv-endpoint={env['MASTER_ADDR']}:{port}",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         *job.train_command,

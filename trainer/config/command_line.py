@@ -37,14 +37,11 @@ class Arguments:
     """The arguments of the form key=value, except `recipe` and `nproc`."""
     nproc: int | None = None
     options: frozenset[str] = frozenset()
+    """The options that take no value, such as `--help`."""
     allow_import: list[str] = field(default_factory=list)
     """Modules that may be imported if the stored configuration of a run names them."""
     sections: list[str] = field(default_factory=list)
     """Sections to describe with `--help`; empty for all sections, or if `--help` is not given."""
-
-    def has_option(self, option: str) -> bool:
-        """Return whether an option such as `--help` was given."""
-        return option in self.options
 
 
 class SettingsParser(CommandParser):

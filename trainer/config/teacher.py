@@ -31,7 +31,7 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     if not path:
         raise setting_error(TEACHER_KEY, path, "must name the model to imitate", proposal="models/Qwen3-8B")
     location = locate(path)
-    init_from = str(path) or None
+    init_from: str | None = path
     if location.kind == "huggingface":
         native = find_native(path, TEACHER_KEY)
         model = (native or generic_model_of(path))[1]
@@ -40,12 +40,7 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
         model = load_stored((location.folder / CONFIG).read_text(), TEACHER_KEY).model
     else:
         rule = "must be a Hugging Face folder, a run folder or a checkpoint"
-        raise setting_error(
-            TEACHER_KEY,
-            path,
-            rule,
-            fix="name one of these, or a model on the Hugging Face Hub: OWNER/NAME",
-        )
+        raise setting_error(TEACHER_KEY, path, rule, fix="name one, or a model on the Hugging Face Hub: OWNER/NAME")
     weights_dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.fsdp.param_dtype == "bfloat16" else "float32"
     train = replace(config.train, init_from=init_from, freeze=(), weights_dtype=weights_dtype)
     fsdp = replace(config.fsdp, reshard_after_forward="default")
