@@ -67,6 +67,29 @@ def test_commands_import_nothing_that_a_run_names(name: str, there: Path) -> Non
     assert not (there / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("config", "parent"),
+    [
+        ("recipe: parent.yaml\n", f"recipe: llama_small\nmodel: {{name: '{EVIL}:x'}}\n"),
+        ("recipe: parent.yaml\n", f"recipe: llama_small\nfsdp: {{wrap: '{EVIL}:wrap'}}\n"),
+        (f"recipe: llama_small\nrun: {{on_end: '{EVIL}:wrap'}}\nfsdp: {{wrap: '${{run.on_end}}'}}\n", ""),
+    ],
+    ids=["model of a parent", "wrap of a parent", "reference"],
+)
+def test_a_folder_that_looks_like_a_run_names_no_module_indirectly(
+    config: str, parent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{EVIL}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name, text in (("status.json", "{}"), ("config.yaml", config), ("parent.yaml", parent)):
+        (folder / name).write_text(text)
+    with pytest.raises(UserError, match=r"^(model\.name|fsdp\.wrap)="):
+        load_config(str(folder), ["run.name=mine"])
+    assert EVIL not in sys.modules
+
+
 @pytest.mark.slow
 def test_nothing_else_imports_it_either(there: Path, tmp_path: Path) -> None:
     """Lists of checkpoints, Python, a resume, and initial weights."""

@@ -180,7 +180,9 @@ def run_from_best_path(path: str) -> str | None:
 
 
 def check_imports(sections: Mapping[str, Any], command_line: Collection[str], allow_import: Collection[str]) -> None:
-    """Raise UserError if a configuration written by a run names a module whose import the user has not allowed.
+    """Raise UserError if an untrusted configuration names a module whose import the user has not allowed.
+
+    A reference to another key might become such a name, and is refused too.
 
     sections: the configuration, by section.
     command_line: the keys on the command line, which are trusted.
@@ -188,6 +190,8 @@ def check_imports(sections: Mapping[str, Any], command_line: Collection[str], al
     for section, name in (("model", "name"), ("fsdp", "wrap"), ("train", "objective")):
         key = f"{section}.{name}"
         value = section_of(sections, section).get(name)
+        if isinstance(value, str) and "${" in value:
+            raise setting_error(key, value, "refers to another key, which a run never stores", fix="write the value")
         if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in command_line:
             check_import(key, value, allow_import)
 

@@ -205,15 +205,18 @@ def file_layers(path: Path, command_line: Mapping[str, Any], allow_import: Colle
     A run that is named as the recipe itself continues where it is, unless the command line gives the run another name
     or folder.  Otherwise, its name, its folder and the locations of its checkpoints are not inherited.
 
-    Raises UserError for a parent that does not exist, for circular inheritance, and for a module that a run's
-    configuration names and that may not be imported.
+    Raises UserError for a parent that does not exist, for circular inheritance, and for a module that may not be
+    imported and that a run's configuration names, or a file from which that inherits.
     """
     layers: list[Layer] = []
     files: list[Path] = []
+    is_trusted = True
     while True:
         tree = read_yaml(path)
         parent = tree.pop(PARENT, None)
         if is_written_by_run(path):
+            is_trusted = False
+        if not is_trusted:
             check_imports(tree, command_line, allow_import)
         origin = display_path(path)
         layer = Layer(origin, dict(keys_of_sections(tree, origin)))
