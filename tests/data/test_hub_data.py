@@ -164,6 +164,19 @@ def test_a_run_stays_with_its_commits(fake: FakeHub, tmp_path: Path) -> None:
     assert config_of(BASE, "run.name=other").data.path == f"{BASE}@{moved['main']}"
 
 
+def test_a_branch_of_a_run_stays_with_its_commits(fake: FakeHub, tmp_path: Path) -> None:
+    first = config_of(BASE, "run.name=first")
+    as_a_run(first, tmp_path)
+    moved = fake.repositories["dataset", "tiny/texts"].commit(
+        {**FILES, "data/test.jsonl": lines("moved " * 50)}, "main"
+    )
+    checkpoint = f"{first.run.dir}/checkpoints/step_00000001"
+    (tmp_path / checkpoint / "config.yaml").write_text(first.to_yaml())
+    for start in (first.run.dir, f"{first.run.dir}/best", checkpoint):
+        assert config_of(BASE, "run.name=branch", f"checkpoint.resume={start}").data.path == first.data.path
+    assert config_of(BASE, "run.name=branch").data.path == f"{BASE}@{moved}"
+
+
 def test_mixtures_and_chats_by_name(fake: FakeHub) -> None:
     config = config_of(f"{{a: {BASE}, b: hf://datasets/tiny/languages?config=de&column=inhalt}}")
     source: Any = open_source(config.data, None, "train")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer import hub
-from trainer.config.files import read_run_config, section_of
+from trainer.config.files import section_of
 from trainer.config.keys import COMMAND_LINE, flat_values
 from trainer.config.model_folder import stored_dtype
 from trainer.config.requirements import likely_device
@@ -23,6 +23,7 @@ from trainer.config.weights import (
     check_same_tokenizer,
     find_weights_tokenizer,
     locate,
+    resumed_run_config,
     will_resume,
 )
 from trainer.errors import setting_error
@@ -125,7 +126,7 @@ def pinned_data(config: RunConfig, notes: list[str]) -> RunConfig:
     names = {place: name for place, name in parsed.items() if name is not None and name.kind == "dataset"}
     if not names:
         return config
-    kept_commits = hub.commits_of_run(read_run_config(config.run_dir) if will_resume(config) else {}, names)
+    kept_commits = hub.commits_of_run(resumed_run_config(config), names)
 
     def pin(place: str, text: str | None) -> str | None:
         if place not in names or names[place].is_pinned:
@@ -283,7 +284,7 @@ def tokenizer_of_weights(config: RunConfig, loaded: Loaded) -> RunConfig:
         if not is_given and not resumes:
             check_readable_tokenizer(config)
         return config
-    previous = section_of(read_run_config(config.run_dir), "data").get("tokenizer") if resumes else None
+    previous = section_of(resumed_run_config(config), "data").get("tokenizer")
     if previous == "bytes" and not is_given:
         found = "bytes"
     return with_section(config, "data", tokenizer=found)

@@ -148,6 +148,14 @@ def will_resume(config: RunConfig) -> bool:
     return "://" in checkpoint_dir or any(Path(checkpoint_dir).glob("step_*"))
 
 
+def resumed_run_config(config: RunConfig) -> Mapping[str, Any]:
+    """Return what the run or checkpoint that this run resumes from has stored, by section; empty for a new run."""
+    if not will_resume(config):
+        return {}
+    start = config.checkpoint.resume
+    return read_run_config(config.run_dir if start == "auto" else locate(start).folder)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The tokenizer of the initial weights
 
