@@ -158,3 +158,26 @@ def test_invalid_configuration_of_a_run_means_no_checkpoints(text: str, tmp_path
     ended = meshtrainer("checkpoints", tmp_path)
     assert ended.code == 2
     assert ended.err.count("error: ") == 1
+
+
+def test_command_of_a_stored_configuration_is_run_only_if_it_is_given_again(tmp_path: Path) -> None:
+    run = tmp_path / "theirs"
+    run.mkdir()
+    (run / "status.json").write_text("{}")
+    (run / "config.yaml").write_text(load_config("llama_small", ["run.on_end=touch PWNED"]).stored_yaml())
+    (tmp_path / "child.yaml").write_text(f"recipe: {run}\n")
+    for recipe, overrides in ((str(run), []), (str(run), ["run.name=mine"]), (str(tmp_path / "child.yaml"), [])):
+        with pytest.raises(UserError, match=r"^run\.on_end=touch PWNED: (.|\n)*run\.on_end=null"):
+            load_config(recipe, overrides)
+        assert load_config(recipe, [*overrides, "run.on_end=null"]).run.on_end is None
+        assert load_config(recipe, [*overrides, "run.on_end=true"]).run.on_end == "true"
+
+
+def test_folder_is_a_recipe_only_if_it_is_a_run_or_a_checkpoint(tmp_path: Path) -> None:
+    """The files of a run are untrusted, but a recipe file that is given by its path is not."""
+    (tmp_path / "config.yaml").write_text("recipe: llama_small\n")
+    with pytest.raises(UserError, match=rf"^recipe={tmp_path}: ") as refused:
+        load_config(str(tmp_path))
+    assert refused.value.proposal == f"recipe={tmp_path}/config.yaml"
+    (tmp_path / "status.json").write_text("{}")
+    assert load_config(str(tmp_path)).run.dir == str(tmp_path)

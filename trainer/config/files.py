@@ -43,8 +43,8 @@ def find_recipe_file(recipe: str) -> Path:
         return files[recipe]
     if Path(recipe).suffix in (".json", ".toml"):
         raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_STARTING_POINT}")
-    if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
-        rule = f"is a folder, but not a run folder: it has no {CONFIG}"
+    if Path(recipe).is_dir() and not ((Path(recipe) / CONFIG).is_file() and is_written_by_run(Path(recipe) / CONFIG)):
+        rule = f"is a folder, but neither a run folder nor a checkpoint with its {CONFIG}"
         yaml_file = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
         raise setting_error("recipe", recipe, rule, proposal=yaml_file or "llama_small")
     if Path(recipe).is_dir():
@@ -194,6 +194,16 @@ def check_imports(sections: Mapping[str, Any], command_line: Collection[str], al
             raise setting_error(key, value, "refers to another key, which a run never stores", fix="write the value")
         if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in command_line:
             check_import(key, value, allow_import)
+
+
+def check_command(sections: Mapping[str, Any], command_line: Collection[str]) -> None:
+    """Raise UserError if an untrusted configuration has a command to run, unless the command line sets it too."""
+    command = section_of(sections, "run").get("on_end")
+    if command is not None and "run.on_end" not in command_line:
+        rule = "the configuration of a run names this command, which is run only if you give it too"
+        raise setting_error(
+            "run.on_end", command, rule, fix="give run.on_end on the command line; run.on_end=null: none"
+        )
 
 
 def read_stored(text: str, origin: str = CONFIG) -> dict[str, Any]:

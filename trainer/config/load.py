@@ -16,6 +16,7 @@ from trainer import gguf_model, hub
 from trainer.config.derive import Loaded, derive, labels_of, with_section
 from trainer.config.files import (
     CONFIG,
+    check_command,
     check_imports,
     declared_model,
     find_recipe_file,
@@ -218,6 +219,7 @@ def file_layers(path: Path, command_line: Mapping[str, Any], allow_import: Colle
             is_trusted = False
         if not is_trusted:
             check_imports(tree, command_line, allow_import)
+            check_command(tree, command_line)
         origin = display_path(path)
         layer = Layer(origin, dict(keys_of_sections(tree, origin)))
         if path.name == CONFIG and is_run(path.parent):
