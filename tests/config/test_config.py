@@ -21,6 +21,7 @@ from trainer import RunConfig, UserError, load_config, run
 from trainer.config.changes import compare_configs, has_changed
 from trainer.config.files import recipe_files
 from trainer.config.keys import declared_keys
+from trainer.config.load import load_stored
 from trainer.config.parallel import MeshShape, resolve_mesh_shape
 from trainer.config.rules import check_config
 from trainer.config.schema import MeshSection, TrainSection
@@ -191,6 +192,15 @@ def test_print_config_prints_a_recipe_of_the_same_configuration(
     written = yaml.safe_load(printed.out)
     assert list(written) == [section.name for section in dataclasses.fields(RunConfig)], "the YAML alone"
     assert written["model"]["name"] == config.model.name
+
+
+@pytest.mark.parametrize(
+    "text", ["a\u2028b", "a\u2029b", "a\x85b", "\x85", "a\nb", "1e3", " x ", "a: b # c", r"\${x} \\"]
+)
+def test_text_survives_a_round_trip(text: str, tmp_path: Path) -> None:
+    config = load_config("llama_small", [f"run.on_end={text}"])
+    assert load_config(recipe(tmp_path, config.to_yaml())) == config
+    assert load_stored(config.stored_yaml()).run.on_end == config.run.on_end
 
 
 @pytest.mark.parametrize(

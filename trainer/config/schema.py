@@ -893,9 +893,14 @@ def _yaml_of(sections: Mapping[str, Any], origins: Mapping[str, str]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # the library has no types
-    """Quotes text that OmegaConf would read as a number where YAML 1.1 does not, such as 1e3."""
+    """Quotes text that OmegaConf would read as a number where YAML 1.1 does not, such as 1e3.
+
+    Line breaks besides the newline are escaped, because YAML would read them as spaces.
+    """
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
+        if any(line_break in text for line_break in ("\x85", "\u2028", "\u2029")):
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style='"')
         try:
             float(text)
         except ValueError:
