@@ -226,7 +226,8 @@ def as_argument(key: str, value: object) -> str:
 
 def as_typed(key: str, value: object) -> str:
     """Return `key=value` as it is typed in a shell, quoted if necessary."""
-    shown, argument = _format(value), as_argument(key, value)
+    shown = _format(value)
+    argument = as_argument(key, value)
     return argument if shlex.quote(shown) in (shown, "''") else shlex.quote(argument)
 
 

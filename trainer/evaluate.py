@@ -249,7 +249,8 @@ def as_table(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     rows.append(["all" if source_losses else "", _number(record["loss"]), _number(record.get("bits_per_byte"))])
     headers = ["", "loss", "bits per byte"]
     if not has_bytes:
-        headers, rows = headers[:2], [row[:2] for row in rows]
+        headers = headers[:2]
+        rows = [row[:2] for row in rows]
     step = "" if subject.step is None else f" (step {subject.step})"
     parts = [f"{subject.path}{step}", stats.summary(subject.config), table(headers, rows)]
     path = subject.config.data.path

@@ -147,7 +147,8 @@ class ObjectiveTrainer(Trainer):
     def _check_rows(self, batch: Batch, values: torch.Tensor) -> None:
         """Raise UserError if the model did not compute its loss with the functions of trainer.loss."""
         if values.shape[:1] != batch["tokens"].shape[:1]:
-            name, objective = self.spec.name, self.config.train.objective
+            name = self.spec.name
+            objective = self.config.train.objective
             rule = f"model {name!r} sums the loss over all rows itself, but {objective} needs the loss of each row"
             fix = "compute it with trainer.linear_cross_entropy, or have the model return logits"
             raise setting_error("train.objective", objective, rule, fix=fix)

@@ -253,7 +253,8 @@ def _check_before_printing(config: RunConfig, nproc: int | None, env: Environmen
     num_local_ranks = env.local_world_size if env.is_distributed else num_ranks
     if nproc is None and not env.is_distributed:
         smallest = smallest_mesh(config)
-        num_ranks, num_local_ranks = smallest.num_ranks, smallest.shard
+        num_ranks = smallest.num_ranks
+        num_local_ranks = smallest.shard
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))
     check_config(config, num_ranks, num_local_ranks)
     check_requirements(config, likely_device(config.run.device))

@@ -30,7 +30,8 @@ from trainer.model_spec import HuggingFace, ModelSpec
 from trainer.registry import all_models, find_model
 
 CONFIG_JSON = "config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 MAX_INDEX_BYTES = 256 << 20
 """Maximum size in bytes of an index file, which has one entry per tensor."""
@@ -311,7 +312,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     """Return whether a value has a type as transformers checks it: `true` is not a number, and 1 is not a float."""
     if hint is Any:
         return True
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
     if origin is list:

@@ -125,9 +125,13 @@ def _missing_compiler(device_type: str) -> tuple[str, str]:
     if device_type == "cuda" and not _is_installed("triton"):
         return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
     if device_type == "cuda":
-        language, variable, usual_names = "C", "CC", ["gcc", "clang"]
+        language = "C"
+        variable = "CC"
+        usual_names = ["gcc", "clang"]
     else:
-        language, variable, usual_names = "C++", "CXX", ["clang++" if sys.platform == "darwin" else "g++"]
+        language = "C++"
+        variable = "CXX"
+        usual_names = ["clang++" if sys.platform == "darwin" else "g++"]
     names = shlex.split(os.environ.get(variable, ""))[:1] or usual_names
     if any(shutil.which(name) for name in names):
         return "", ""

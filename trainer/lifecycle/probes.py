@@ -157,7 +157,8 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     """
     if config.expert == 1 or not isinstance(loader, TrainLoader):
         return
-    modules, observed = find_experts(model, config.spec), _Observations()
+    modules = find_experts(model, config.spec)
+    observed = _Observations()
     batch = _first_tokens(loader, min(_MAX_TOKENS, config.data.seq_len), world)
     batch.pop("pair", None)  # which rows form a preference pair: the loss here is over tokens
     if config.objective.outputs:  # the new head's outputs are not tokens

@@ -142,7 +142,8 @@ def _trace(
     saved_operators = operators_to_save(model, blocks, config, checkpointing, micro_batch_size)
     experts = find_experts(model, config.spec).values()
     expert_parameters = {id(parameter) for module in experts for parameter in module.parameters()}
-    moments, rows_of = optimizer_state_sizes(model, config.optim), block_rows(model, config.spec.blocks)
+    moments = optimizer_state_sizes(model, config.optim)
+    rows_of = block_rows(model, config.spec.blocks)
     muon = [id(each.parameter) for each in assign(model, config.optim) if each.optimizer == "muon"]
     muon_blocks = {parameter: rows_of.get(parameter, ()) for parameter in muon}
     unit_infos = _units_of(model, units, moments, muon_blocks, expert_parameters)

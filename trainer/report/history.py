@@ -293,7 +293,8 @@ def _run_state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
     """Return the run's state (see `RecordedRun.state`), and the reason for it."""
     try:
         status = json.loads((folder / "status.json").read_text())
-        state, reason = str(status["state"]), str(status.get("reason") or "")
+        state = str(status["state"])
+        reason = str(status.get("reason") or "")
     except (OSError, ValueError, KeyError, TypeError):
         return (attempts[-1].outcome if attempts else "") or "unknown", ""
     if state == "running" and not is_owned(folder):

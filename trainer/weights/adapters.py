@@ -254,7 +254,8 @@ def export_adapter(
     Raises UserError if the folder cannot be written (as `exporting.export` does), if a layer has no Hugging Face name,
     or if only some of the layers are stored transposed.
     """
-    names, adapters = HuggingFaceNames(spec, model_config), adapted_layers(source.shapes)
+    names = HuggingFaceNames(spec, model_config)
+    adapters = adapted_layers(source.shapes)
     expert_prefixes = peft_prefixes(model, adapters, names.to_huggingface)
     layers = adapters - expert_prefixes.keys()
     weight_names = {layer: _huggingface_weight(names, spec, layer) for layer in layers}

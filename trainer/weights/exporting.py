@@ -476,7 +476,8 @@ def _text_files(
 def _config_json(
     spec: ModelSpec, model_config: Any, tensors: Sequence[ExportedTensor], ends: int | list[int] | None
 ) -> bytes:
-    hf, dtype = find_huggingface(spec), _main_dtype(tensors)
+    hf = find_huggingface(spec)
+    dtype = _main_dtype(tensors)
     return json_bytes(
         {
             # Otherwise transformers falls back to its defaults for this model type.
@@ -493,7 +494,8 @@ def _config_json(
 
 def _update_config(original: bytes, spec: ModelSpec, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
     """Return the original config.json with only its outdated entries changed."""
-    hf, dtype = find_huggingface(spec), _main_dtype(tensors)
+    hf = find_huggingface(spec)
+    dtype = _main_dtype(tensors)
     content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
     if not _describes(content, spec, model_config):
         new = {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}

@@ -49,7 +49,9 @@ class BadChat(Exception):
 
     def __init__(self, text: str, key: str = "", proposal: object = None, fix: str = "") -> None:
         super().__init__(text)
-        self.key, self.proposal, self.fix = key, proposal, fix
+        self.key = key
+        self.proposal = proposal
+        self.fix = fix
 
 
 @dataclass(frozen=True)
