@@ -266,7 +266,7 @@ def choice_error(
 def reject_credentials(key: str, value: object) -> None:
     """Raise UserError if a value holds credentials in a URL, since settings are stored, logged and printed."""
     if isinstance(value, Mapping):
-        for item in value.values():
+        for item in (*value, *value.values()):
             reject_credentials(key, item)
     elif isinstance(value, (list, tuple)):
         for item in value:

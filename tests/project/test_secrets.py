@@ -33,7 +33,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown(
     url: str, is_secret: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ("data.path", "train.init_from", "checkpoint.dir", "model.path", "data.tokenizer")
-    settings = [f"{key}={url}" for key in keys] + [f"data.path={{a: '{url}', b: x}}"]
+    settings = [f"{key}={url}" for key in keys] + [f"data.path={{a: '{url}', b: x}}", f"data.path={{'{url}': x}}"]
     for setting in settings if is_secret else [f"train.init_from={url}"]:
         code = run.main(["recipe=llama_small", setting, "--print-config"])
         printed = "".join(capsys.readouterr())
