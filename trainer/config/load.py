@@ -326,7 +326,8 @@ def fetch_models(
     """
     values, _ = merge(layers)
     texts = {key: values[key] for key in MODEL_KEYS if isinstance(values.get(key), str)}
-    names = {key: hub_name for key, text in texts.items() if (hub_name := hub.parse_name(text)) is not None}
+    parsed = {key: hub.parse_name(text) for key, text in texts.items()}
+    names = {key: hub_name for key, hub_name in parsed.items() if hub_name is not None}
     stored = _stored_config(values, name) if names else {}
     kept_commits = hub.commits_of_run(stored, names, {"model.path": _PARTS_OF_MODEL_PATH})
     paths: dict[str, str] = {}
