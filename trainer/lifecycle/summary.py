@@ -34,7 +34,7 @@ from trainer.objective import OBJECTIVES
 from trainer.optim.groups import describe
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import describe_choice
-from trainer.plan.plan import teacher_of
+from trainer.plan.layout import teacher_of
 from trainer.registry import MODELS
 from trainer.weights.adapters import BASE, REFERENCE, BaseWeights
 from trainer.weights.exporting import buffers_without_name

@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.model.network import build_network
 from trainer.model.shard import check_experts
 from trainer.model.units import find_units
-from trainer.plan.estimates import time_of
+from trainer.plan.estimate import estimate_step
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
@@ -86,7 +86,7 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
     if not plan.trace.counting_pass or plan.num_micro_batches == 1:
         return
     trace = replace(plan.trace, counting_pass=())
-    without = time_of(trace, plan.layout, plan.num_micro_batches, plan.machine.rates)
+    without = estimate_step(trace, plan.layout, plan.num_micro_batches, plan.machine.rates).time
     yield (
         f"experts: model.balance takes an extra forward pass for each of {plan.num_micro_batches} micro-batches: "
         f"{plan.time.total_s:.3g} s per step instead of {without.total_s:.3g} with model.balance_shares=last"

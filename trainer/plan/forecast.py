@@ -21,8 +21,9 @@ from trainer.metrics.console import readable_bytes
 from trainer.metrics.step_metrics import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
 from trainer.optim.optimizer import EMA_ELEMENT_SIZE, Optimizer, training_bytes
+from trainer.plan.layout import teacher_of
 from trainer.plan.machine import GIB, Machine, find_machine
-from trainer.plan.plan import Plan, make_plan, teacher_of
+from trainer.plan.plan import Plan, make_plan
 from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import choice_text, memory_text
 

@@ -18,9 +18,9 @@ from trainer.experts import fake_tensors
 from trainer.model.network import build_network
 from trainer.model.sample import PREFILL_TOKENS, cache_of, last_logits_option, supports_kv_cache
 from trainer.plan.kernels import use_gpu_kernels
+from trainer.plan.layout import Layout
 from trainer.plan.plan import Generation, Plan
 from trainer.plan.probe import make_fake
-from trainer.plan.step import Layout
 from trainer.plan.trace import MemoryMeter, UnitInfo
 from trainer.sequence import Cache, full_sequences, last_logits_only
 

@@ -19,7 +19,7 @@ from trainer.config.keys import parse_text
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.files import verify_checksum, with_checksum, write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device
-from trainer.plan.estimates import Rates
+from trainer.plan.rates import Rates
 
 GIB = 2**30
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from trainer.config.schema import MuonSection
 from trainer.model.placement import Division
 from trainer.optim.muon import JORDAN, BucketCosts, Ownership, split_into_matrices
+from trainer.plan.rates import Collective, Rates
 from trainer.plan.trace import ParameterInfo
 
 if TYPE_CHECKING:
-    from trainer.plan.estimates import Collective, Rates
-    from trainer.plan.step import Layout
+    from trainer.plan.layout import Layout
 
 
 class MuonUpdate:
@@ -75,8 +75,6 @@ class MuonUpdate:
     @property
     def collectives(self) -> Counter[Collective]:
         """The all-to-alls, with the bytes received by rank 0, and NorMuon's all-reduces."""
-        from trainer.plan.estimates import Collective
-
         counts: Counter[Collective] = Counter()
         num_ranks = self._replicate * self._shard
         for bucket in self._buckets:

@@ -18,29 +18,14 @@ from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config.parallel import MeshShape
 from trainer.config.rules import offloaded_fraction
 from trainer.config.schema import RunConfig
-from trainer.config.teacher import teacher_config
-from trainer.model.network import build_network, training_flops_per_token
-from trainer.model.placement import divide, num_dims_to_divide
-from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import EMA_ELEMENT_SIZE
-from trainer.plan.estimates import (
-    Collective,
-    Memory,
-    MemorySnapshot,
-    StepTime,
-    at_rest,
-    collectives_of,
-    memory_of,
-    time_of,
-)
+from trainer.plan.estimate import Estimate, Memory, StepTime, at_rest, estimate_step
+from trainer.plan.layout import Layout, layout_of
+from trainer.plan.ledger import Kind, MemorySnapshot
 from trainer.plan.machine import GIB, Machine
-from trainer.plan.muon import MuonUpdate
 from trainer.plan.probe import Probe
-from trainer.plan.step import Kind, Layout, Teacher
+from trainer.plan.rates import Collective
 from trainer.plan.trace import Trace
-
-_SIZES = {"float32": 4, "bfloat16": 2}
-"""Bytes per element, by dtype."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +63,14 @@ class Plan:
         return self.config.num_micro_batches(self.mesh.num_ranks)
 
     @cached_property
+    def estimate(self) -> Estimate:
+        """The estimate of one step without generation."""
+        return estimate_step(self.trace, self.layout, self.num_micro_batches, self.machine.rates)
+
+    @cached_property
     def memory(self) -> Memory:
         """Memory over a step; if generation needs more than the rest of the step, the peak is during generation."""
-        memory = memory_of(self.trace, self.layout, self.num_micro_batches)
+        memory = self.estimate.memory
         snapshot = self.generation_peak
         return memory if snapshot is None or snapshot.total <= memory.peak.total else replace(memory, peak=snapshot)
 
@@ -98,13 +88,13 @@ class Plan:
         }
         return MemorySnapshot(f"generation of {generation.texts}", by_kind)
 
-    @cached_property
+    @property
     def collectives(self) -> Counter[Collective]:
-        return collectives_of(self.trace, self.layout, self.num_micro_batches)
+        return self.estimate.collectives
 
-    @cached_property
+    @property
     def time(self) -> StepTime:
-        return time_of(self.trace, self.layout, self.num_micro_batches, self.machine.rates)
+        return self.estimate.time
 
     @property
     def peak_gib(self) -> float:
@@ -186,65 +176,6 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     offload = offloaded_fraction(train.offload_activations)
     trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, offload)
     return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh, probe.attended_length), probe)
-
-
-def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length: float) -> Layout:
-    """Return the layout of the units of `trace` on `mesh`, according to `config`.
-
-    attended_length: see `Probe.attended_length`.
-    """
-    fsdp = config.fsdp
-    setting = fsdp.reshard_after_forward
-    reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
-    divisions = {
-        parameter.name: divide(
-            parameter.shape,
-            mesh.shard,
-            config.expert if parameter.is_expert else 1,
-            num_dims_to_divide(parameter.shape, config, after_forward),
-        )
-        for unit, after_forward in zip(trace.units, (*reshard, True), strict=True)
-        for parameter in unit.parameters
-    }
-    muon_parameters = [p for unit in trace.units for p in unit.parameters if p.muon_blocks is not None and p.is_trained]
-    return Layout(
-        mesh.replicate,
-        mesh.shard,
-        (*reshard, setting == "always"),
-        param_size=_SIZES[fsdp.param_dtype],
-        reduce_size=_SIZES[fsdp.reduce_dtype],
-        cpu_offload=fsdp.cpu_offload,
-        has_reference_model=config.has_reference_model,
-        teacher=teacher_of(config, mesh.shard, attended_length),
-        context=config.context,
-        expert=config.expert,
-        has_average=config.train.ema > 0,
-        prefetch_forward=fsdp.prefetch_forward,
-        prefetch_backward=fsdp.prefetch_backward,
-        accumulates_shards=fsdp.accumulate == "sharded",
-        reshard_after_backward=fsdp.reshard_after_backward,
-        is_unsharded=is_unsharded(config, mesh.shard),
-        divisions=divisions,
-        muon=MuonUpdate(muon_parameters, divisions, mesh.replicate, mesh.shard, config.optim.muon)
-        if muon_parameters
-        else None,
-    )
-
-
-def teacher_of(config: RunConfig, num_shards: int, attended_length: float | None = None) -> Teacher | None:
-    """Return a distillation teacher's memory and FLOPs on one rank, or None without a teacher.
-
-    attended_length: the sequence length for which the FLOPs of attention are counted; `data.seq_len` by default.
-    """
-    teacher = teacher_config(config)
-    if teacher is None:
-        return None
-    model = build_network(teacher)
-    shard_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
-    output_numel = max(p.numel() for p in model.parameters() if p.shape[:1] == (teacher.vocab_size,))
-    tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.context
-    flops = training_flops_per_token(teacher, model, attended_length or config.data.seq_len) / 3 * tokens
-    return Teacher(shard_bytes + output_numel * _SIZES[config.fsdp.param_dtype], flops)
 
 
 def without_data(config: RunConfig) -> RunConfig:

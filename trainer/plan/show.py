@@ -11,11 +11,11 @@ from typing import Any, get_args
 from trainer.checkpoint.interval import describe_costs
 from trainer.errors import print_stdout
 from trainer.metrics.console import readable_bytes, readable_duration
-from trainer.plan.estimates import memory_of
+from trainer.plan.estimate import memory_curve
+from trainer.plan.ledger import Kind
 from trainer.plan.machine import GIB
 from trainer.plan.plan import Plan
 from trainer.plan.search import PlannedChoice, chosen_settings, format_setting, settings_to_show
-from trainer.plan.step import Kind
 from trainer.tables import table
 
 _COLORS: dict[Kind, str] = {
@@ -276,7 +276,7 @@ def draw(plan: Plan, path: Path) -> None:
     """Plot memory by kind over one step to a .png or .svg file.  The x axis counts the segments of the step."""
     from matplotlib.figure import Figure  # imported here because it takes a second
 
-    curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, with_curve=True).curve
+    curve = memory_curve(plan.trace, plan.layout, plan.num_micro_batches, plan.machine.rates)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     kinds = [kind for kind in get_args(Kind) if any(moment.by_kind[kind] for moment in curve)]

@@ -1,244 +1,113 @@
-"""Simulates one step under FSDP2: what is gathered, reduced, allocated and freed, in order.
+"""What one rank does in a step under FSDP2: what it gathers and reduces, and what is in memory in the meantime.
 
-The simulation replays a `Trace` event by event through the state machine of torch.distributed.fsdp, without process
-groups, tensors or devices.  Callers pass a `Watcher` that receives the events, to compute memory or time from them.
-The simulated rank is rank 0, which has the largest shards.
+The rules, as torch documents them for `torch.distributed.fsdp.fully_shard` and the methods of `FSDPModule`:
 
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.13.
+1. Before a unit's forward pass, its parameters are all-gathered (unless they still are), and the unit waits for them.
+   The buffer that received them is copied into the parameters.  With `prefetch_forward=n`, the next n units are then
+   gathered ahead.
+2. After it, they are freed (`reshard_after_forward=True`), kept (`False`), or divided among n ranks (an integer).
+3. Before its backward pass, they are gathered again where they are not there, and then the unit that ran before it is
+   gathered ahead, or as many units as `prefetch_backward` says.
+4. After its backward pass, they are freed, and its gradients are copied into a buffer and reduce-scattered, one unit at
+   a time.  Each replica then all-reduces its shard.  Before the last micro-batch, gradients are kept unsharded and
+   added up instead, or reduced without the all-reduce (`fsdp.accumulate=sharded`).
+5. Units whose inputs need no gradient, such as the embedding and the root, do so when the backward pass has ended.
+
+`Step` follows them through a `Trace`, without process groups, tensors or devices, and tells a `Ledger` what happens.
+The rank is rank 0, which has the largest shards.  tests/plan/test_plan.py compares the results with real steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from trainer.model.gradients import bucket_gradients, bucket_numel
-from trainer.model.placement import Division
-from trainer.plan.trace import ParameterInfo, Segment, Trace, UnitInfo
-
-if TYPE_CHECKING:
-    from trainer.plan.muon import MuonUpdate
-
-Kind = Literal[
-    "parameters",
-    "gradients",
-    "optimizer",
-    "unsharded parameters",
-    "unsharded gradients",
-    "all-gather buffers",
-    "reduction buffers",
-    "activations",
-    "temporaries",
-    "buffers and inputs",
-]
-Axis = Literal["shard", "replicate", "reshard", "outer", "context", "expert", "world"]
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+from trainer.plan.layout import Layout
+from trainer.plan.ledger import Ledger
+from trainer.plan.rates import Axis
+from trainer.plan.trace import Event, ParameterInfo, Trace, UnitInfo
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The teacher model in distillation.  It is frozen and runs only forward passes.
-
-    num_bytes: memory per rank in bytes: its shards, and the output projection, which stays gathered for the loss.
-    flops: FLOPs of the teacher's forward pass over one rank's micro-batch.
-    """
-
-    num_bytes: int
-    flops: float
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
-
-    `reshard` has one entry per unit (the last is for the root): False, True, or the number of ranks to reshard to.
-    """
-
-    replicate: int
-    shard: int
-    reshard: tuple[bool | int, ...]
-    param_size: int
-    """Bytes per element of an unsharded parameter."""
-    reduce_size: int
-    """Bytes per element of a gradient when it is reduced."""
-    cpu_offload: bool = False
-    has_reference_model: bool = False
-    """Whether there is a frozen copy of the model, sharded the same way."""
-    teacher: Teacher | None = None
-    """The teacher model in distillation; None without one."""
-    has_average: bool = False
-    """Whether there is an average of the trained weights (`train.ema`), sharded the same way."""
-    prefetch_forward: int = 0
-    """Number of units to gather ahead in the forward pass; 0 for FSDP's default."""
-    prefetch_backward: int = 0
-    """Number of units to gather ahead in the backward pass; 0 for FSDP's default."""
-    accumulates_shards: bool = False
-    """Whether gradients are reduced after each micro-batch (`fsdp.accumulate=sharded`)."""
-    context: int = 1
-    """Number of ranks in the shard axis that hold slices of the same sequences."""
-    expert: int = 1
-    """Number of ranks in the shard axis among which the experts are divided."""
-    reshard_after_backward: bool = True
-    """Whether every micro-batch gathers again; after the last one of a step, only shards remain in any case."""
-    muon: MuonUpdate | None = None
-    """The update of the matrices that Muon trains."""
-    is_unsharded: bool = False
-    """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
-    buckets."""
-    divisions: Mapping[str, Division] = field(default_factory=dict)
-    """How parameters are divided, by name; all others are divided along dimension 0."""
-
-    @property
-    def num_ranks(self) -> int:
-        return self.replicate * self.shard
-
-    def group_size(self, axis: Literal["context", "expert"]) -> int:
-        return self.context if axis == "context" else self.expert
-
-    def division(self, parameter: ParameterInfo) -> Division:
-        """Return how a parameter is divided among the ranks of the shard axis."""
-        return self.divisions.get(parameter.name) or Division(0, self.shard)
-
-
-class Watcher:
-    """Receives every event of a step, in the order in which the host issues them; does nothing by default.
-
-    `begin` starts a micro-batch that represents `repeats` of them, and `finish` ends it.  `gather` issues an
-    all-gather, and `wait_for_gather` waits for it, then copies `num_bytes` out of its buffer.  `reduce` waits for the
-    previous one, copies gradients into its buffer (`rearranged` bytes of them twice), reduce-scatters `scattered`
-    bytes, then all-reduces `reduced` bytes over the replicas (0: no all-reduce).  `offload` waits for the copies of
-    the previous block, then starts its own.
-    """
-
-    def begin(self, repeats: int) -> None: ...
-    def allocate(self, kind: Kind, num_bytes: int) -> None: ...
-    def free(self, kind: Kind, num_bytes: int) -> None: ...
-    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
-    def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
-    def wait_for_gather(self, group: int, num_bytes: int, is_forward: bool) -> None: ...
-    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int, rearranged: int) -> None: ...
-    def offload(self, num_bytes: int) -> None: ...
-    def prefetch(self, num_bytes: int) -> None: ...
-    def wait_for_prefetch(self) -> None: ...
-    def finish(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of a group of parameters on this rank, padded as FSDP pads: dim 0 of each parameter to equal shards."""
-
-    stored: tuple[int, ...]
-    """Each parameter's stored shard."""
-    unsharded: tuple[int, ...]
-    """Each gathered parameter."""
-    cast: tuple[int, ...]
-    """Each gathered parameter whose stored dtype differs from the gathered dtype; 0 for others."""
-    gradients: int
-    """The gradients of all trained parameters, unsharded, as autograd creates them."""
-    accumulated: tuple[int, ...]
-    """Each trained parameter's gradient, unsharded, in the dtype of the reduction."""
-    reduced: int
-    """All gradients, padded, in the dtype of the reduction."""
-    final: int
-    """The shards of all gradients, as they are stored."""
-    rearranged: int
-    """The gathered parameters that are not divided along dimension 0, which are copied once more."""
-    rearranged_gradients: int
-    """The gradients of these parameters, as autograd creates them."""
-    largest_rearranged_gradient: int
-
-
-def _sizes_of(parameters: Sequence[ParameterInfo], layout: Layout, parts: int) -> _Sizes:
-    trained = [parameter for parameter in parameters if parameter.is_trained]
-    padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in parameters]
-    stored = [n // parts * parameter.element_size for n, parameter in zip(padded, parameters, strict=True)]
-    gathered = [
-        n * parameter.gathered_element_size(layout.param_size) for n, parameter in zip(padded, parameters, strict=True)
-    ]
-    trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
-    element_size = trained[0].element_size if trained else 4
-    local_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
-    rearranged = [
-        numel * layout.param_size
-        for numel, parameter in zip(local_numel, trained, strict=True)
-        if layout.division(parameter).dim
-    ]
-    return _Sizes(
-        stored=tuple(stored),
-        unsharded=tuple(gathered),
-        cast=tuple(
-            size * (parameter.element_size != parameter.gathered_element_size(layout.param_size))
-            for size, parameter in zip(gathered, parameters, strict=True)
-        ),
-        gradients=sum(local_numel) * layout.param_size,
-        accumulated=tuple(numel * layout.reduce_size for numel in local_numel),
-        reduced=trained_numel * layout.reduce_size,
-        final=trained_numel // parts * element_size,
-        rearranged=sum(
-            size for size, parameter in zip(gathered, parameters, strict=True) if layout.division(parameter).dim
-        ),
-        rearranged_gradients=sum(rearranged),
-        largest_rearranged_gradient=max(rearranged, default=0),
-    )
-
-
-class _Group:
-    """The state of parameters that are gathered together (torch's FSDPParamGroup).
-
-    These are the parameters of a unit or, with expert parallelism, either its expert parameters or its other ones.
-    """
+class Part:
+    """The parameters of a unit that one collective gathers: its divided experts, or all others.  Sizes are in bytes."""
 
     def __init__(
-        self, number: int, unit: int, info: UnitInfo, parameters: Sequence[ParameterInfo], layout: Layout
+        self, info: UnitInfo, reshard: bool | int, parameters: Sequence[ParameterInfo], layout: Layout
     ) -> None:
-        self.number, self.unit = number, unit
-        self.has_divided_experts = layout.expert > 1 and any(parameter.is_expert for parameter in parameters)
-        self.axis: Axis = "outer" if self.has_divided_experts else "shard"
-        self.num_ranks = layout.shard // layout.expert if self.has_divided_experts else layout.shard
-        self.sizes = _sizes_of(parameters, layout, self.num_ranks)
-        self.reshard = layout.reshard[unit]
-        self.is_gathered_in_backward = not (info.is_embedding_unit and layout.reshard_after_backward)
-        """Whether the backward pass gathers this group."""
-        self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
+        division = layout.division(parameters[0])
+        self.axis: Axis = "outer" if division.expert > 1 else "shard"
+        self.num_ranks = division.parts
+        self.reshard = reshard
+        self.is_read_in_backward = not (info.is_embedding_unit and layout.reshard_after_backward)
+        self._measure(parameters, layout)
+
         self.is_pending = False
         """Whether a gather has been issued that nothing has waited for yet."""
-        self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
-        self.order: list[int] = []
-        """Positions of this group in the order of the forward pass, one for each time that it ran."""
+        self.is_gathered = False
+        self.kept = 0
+        """Size of the shards that stay after the forward pass, with an integer `reshard_after_forward`."""
+        self.is_done = False
+        """Whether this micro-batch's gradients have been reduced or accumulated."""
         self.accumulated = 0
-        """Bytes of unsharded gradients accumulated in earlier micro-batches."""
-        self.adds_in_place = False
-        """Whether autograd adds to these gradients in place, because they are in the compute dtype."""
-        self.buffer_in_use = self.partial = 0
-        """Bytes of a reduced buffer still in use, and of one not yet all-reduced over replicas."""
+        """Size of the unsharded gradients of earlier micro-batches."""
+        self.delayed = 0
+        """Size of a reduced buffer that waits for its all-reduce over the replicas."""
         self.has_gradient_shards = False
-        """Whether the shards of its gradients have been allocated."""
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.sizes.stored
+    def _measure(self, parameters: Sequence[ParameterInfo], layout: Layout) -> None:
+        """Compute the sizes, with the padding to shards of equal size."""
+        self.gathered = 0
+        self.cast = 0
+        """Of `gathered`, what is stored in another dtype."""
+        self.largest_cast = 0
+        self.rearranged = 0
+        """Of `gathered`, what is not divided along dimension 0, and is copied once more."""
+        self.gradients = 0
+        """The trained parameters' gradients, as autograd creates them."""
+        self.each_accumulated: list[int] = []
+        """Each of these gradients in the dtype of the reduction."""
+        self.rearranged_gradients = 0
+        self.largest_rearranged_gradient = 0
+        self.reduced = 0
+        """The buffer of gradients that is reduced."""
+        self.gradient_shards = 0
+        """This rank's gradients after the reduction, as they are stored."""
+        for parameter in parameters:
+            division = layout.division(parameter)
+            padded = division.gathered_numel(parameter.shape)
+            element_size = parameter.gathered_element_size(layout.param_size)
+            self.gathered += padded * element_size
+            if parameter.element_size != element_size:
+                self.cast += padded * element_size
+                self.largest_cast = max(self.largest_cast, padded * element_size)
+            if division.dim:
+                self.rearranged += padded * element_size
+            if parameter.is_trained:
+                numel = parameter.numel // division.expert
+                self.gradients += numel * layout.param_size
+                self.each_accumulated.append(numel * layout.reduce_size)
+                if division.dim:
+                    self.rearranged_gradients += numel * layout.param_size
+                    self.largest_rearranged_gradient = max(self.largest_rearranged_gradient, numel * layout.param_size)
+                self.reduced += padded * layout.reduce_size
+                self.gradient_shards += padded // self.num_ranks * parameter.element_size
 
 
-def _groups_of(units: Sequence[UnitInfo], layout: Layout) -> list[list[_Group]]:
-    """Return the groups of each unit: one, or two if it has experts that are divided among ranks, in FSDP's order."""
-    groups: list[list[_Group]] = []
-    number = 0
-    for unit, info in enumerate(units):
-        by_mesh: dict[bool, list[ParameterInfo]] = {}
-        for parameter in info.parameters:
-            by_mesh.setdefault(layout.expert > 1 and parameter.is_expert, []).append(parameter)
-        groups.append([])
-        for parameters in by_mesh.values() or ([],):
-            groups[-1].append(_Group(number, unit, info, parameters, layout))
-            number += 1
-    return groups
+def _parts_of(info: UnitInfo, reshard: bool | int, layout: Layout) -> Iterator[Part]:
+    """Yield the parts of a unit in the order in which FSDP gathers them: parameters with equal groups of ranks."""
+    by_ranks: dict[tuple[int, int], list[ParameterInfo]] = {}
+    for parameter in info.parameters:
+        division = layout.division(parameter)
+        by_ranks.setdefault((division.expert, division.parts), []).append(parameter)
+    for parameters in by_ranks.values():
+        yield Part(info, reshard, parameters, layout)
 
 
 @dataclass
 class _Bucket:
-    """Gradients that replicas average together."""
+    """Gradients that replicas of an unsharded model average together."""
 
     pending_units: set[int]
     """Units whose backward pass has not finished."""
@@ -249,340 +118,300 @@ class _Bucket:
 
 
 class Step:
-    """One step of `num_micro_batches` over `trace`; `run` reports its events to the watcher."""
+    """One step of `num_micro_batches` over `trace`; `run` tells the ledger what happens."""
 
-    def __init__(self, trace: Trace, layout: Layout, num_micro_batches: int, watcher: Watcher) -> None:
-        self.trace, self.layout, self.watcher = trace, layout, watcher
+    def __init__(self, trace: Trace, layout: Layout, num_micro_batches: int, ledger: Ledger) -> None:
+        self.trace, self.layout, self.ledger = trace, layout, ledger
         self.num_micro_batches = num_micro_batches
-        self._groups = _groups_of(trace.units, layout)
-        """By unit."""
-        self._order: list[_Group] = []
-        self._gathered = 0
-        """Bytes of the forward pass's last all-gather buffer, kept until the next one has been copied out."""
-        self._reducing: deque[int] = deque()
-        """Bytes of the reduce-scatters in flight."""
+        self._parts = [
+            [*_parts_of(info, reshard, layout)] for info, reshard in zip(trace.units, layout.reshard, strict=True)
+        ]
+        """By unit; none for a unit without parameters of its own."""
+        self._order: list[int] = []
+        """Units in the order in which forward passes have run them since the last backward pass, each as often as it
+        ran."""
+        self._positions: dict[int, list[int]] = {}
+        """For each unit, its positions in `_order` that the backward pass has not reached yet."""
+        self._gather_buffer = 0
+        """Bytes of the forward pass's last gather buffer, which is freed once the next one has been copied out."""
+        self._reducing = 0
+        """Bytes of the reduction buffers that are in flight."""
         self._gradients = 0
-        """Bytes of this micro-batch's unsharded gradients."""
+        """Bytes of this micro-batch's unsharded gradients that are neither reduced nor accumulated yet."""
         self._adds_in_place = False
+        """Whether autograd adds to the gradients of earlier micro-batches in place, because they have its dtype."""
         self._buckets = self._cut_buckets() if layout.is_unsharded and layout.replicate > 1 else deque()
 
     def run(self) -> None:
-        """Run the micro-batches.  The second one that accumulates represents all later ones that do."""
-        if self.num_micro_batches > 1 and self.trace.counting_pass:
-            self._run_counting_pass(repeats=1)
-            self._run_counting_pass(repeats=self.num_micro_batches - 1)
-        if self.num_micro_batches > 1:
+        """Run the micro-batches.  The second one that accumulates stands for all later ones that do."""
+        number = self.num_micro_batches
+        if number > 1 and self.trace.counting_pass:
+            self._count_tokens(repeats=1)
+            self._count_tokens(repeats=number - 1)
+        if number > 1:
             self._run_micro_batch(is_last=False, repeats=1)
-        if self.num_micro_batches > 2:
-            self._run_micro_batch(is_last=False, repeats=self.num_micro_batches - 2)
+        if number > 2:
+            self._run_micro_batch(is_last=False, repeats=number - 2)
         self._run_micro_batch(is_last=True, repeats=1)
 
-    def _run_counting_pass(self, repeats: int) -> None:
-        self.watcher.begin(repeats)
+    def _count_tokens(self, repeats: int) -> None:
+        """Run the extra forward passes that count the tokens of each expert."""
+        self.ledger.begin(repeats)
         for event in self.trace.counting_pass:
-            self._compute(event.segment, event.unit, is_backward=False, adds_in_place=False)
+            self.ledger.compute(event.segment, event.unit, is_backward=False, adds_in_place=False)
             if event.kind == "pre_forward":
-                self._pre_forward(self._groups[event.unit])
+                self._pre_forward(event.unit)
             elif event.kind == "post_forward":
-                self._post_forward(self._groups[event.unit], is_backward=False)
-        self.watcher.finish()
+                self._post_forward(event.unit)
+        self.ledger.finish()
 
     def _run_micro_batch(self, is_last: bool, repeats: int) -> None:
-        self.watcher.begin(repeats)
+        self.ledger.begin(repeats)
+        accumulates = any(part.accumulated for parts in self._parts for part in parts)
+        has_same_dtype = self.layout.is_unsharded or self.layout.param_size == self.layout.reduce_size
+        self._adds_in_place = accumulates and has_same_dtype
         is_backward = False
-        self._adds_in_place = any(group.adds_in_place for groups in self._groups for group in groups)
         for event in self.trace.events:
-            groups = self._groups[event.unit]
             is_backward = is_backward or event.kind in ("pre_backward", "end")
-            adds_in_place = groups[0].adds_in_place if event.kind == "post_backward" else self._adds_in_place
-            self._compute(event.segment, event.unit, is_backward, adds_in_place)
-            if event.kind == "pre_forward":
-                self._pre_forward(groups)
-            elif event.kind == "post_forward":
-                self._post_forward(groups, is_backward)
-            elif event.kind == "pre_backward":
-                self._pre_backward(groups)
-            elif event.kind == "post_backward":
-                for group in reversed(groups):
-                    self._post_backward(group, is_last)
-            elif event.kind == "activation_offload":
-                self.watcher.offload(event.num_bytes)
-            elif event.kind == "activation_reload":
-                self.watcher.prefetch(event.num_bytes)
-            elif event.kind == "activation_reload_wait":
-                self.watcher.wait_for_prefetch()
-            else:
+            self.ledger.compute(event.segment, event.unit, is_backward, self._adds_in_place)
+            if not self._adds_in_place:
+                self._allocate_gradients(event.segment.gradients)
+            self._follow(event, is_backward, is_last)
+
+    def _follow(self, event: Event, is_backward: bool, is_last: bool) -> None:
+        """Do what happens at an event."""
+        match event.kind:
+            case "pre_forward":
+                self._pre_forward(event.unit)
+            case "post_forward":
+                if not is_backward:  # a recomputed unit stays gathered
+                    self._post_forward(event.unit)
+            case "pre_backward":
+                self._pre_backward(event.unit)
+            case "post_backward":
+                self._post_backward(event.unit, is_last)
+            case "activation_offload":
+                self.ledger.offload(event.num_bytes)
+            case "activation_reload":
+                self.ledger.reload(event.num_bytes)
+            case "activation_reload_wait":
+                self.ledger.wait_for_reload()
+            case "end":
                 self._end(is_last)
 
-    def _compute(self, segment: Segment, unit: int, is_backward: bool, adds_in_place: bool) -> None:
-        self.watcher.compute(segment, unit, is_backward, adds_in_place)
-        if segment.gradients and not adds_in_place:
-            self._gradients += segment.gradients
-            self.watcher.allocate("unsharded gradients", segment.gradients)
+    # -- forward -----------------------------------------------------------------------------------------------------
 
-    # -- forward -------------------------------------------------------------------------------------------------
+    def _pre_forward(self, unit: int) -> None:
+        for part in self._parts[unit]:
+            self._gather(part)
+            self._wait(part, is_forward=True)
+        for following in range(unit + 1, min(unit + 1 + self.layout.prefetch_forward, self.trace.root)):
+            for part in self._parts[following]:
+                self._gather(part)
 
-    def _pre_forward(self, groups: Sequence[_Group]) -> None:
-        unit, is_first = groups[0].unit, groups[0].phase != "forward"
-        for group in groups:
-            if not group.is_empty:
-                group.phase = "forward"
-                self._unshard(group)
-                self._wait(group, is_forward=True)
-        if is_first and unit != self.trace.root:
-            for next_groups in self._groups[unit + 1 : min(unit + 1 + self.layout.prefetch_forward, self.trace.root)]:
-                for group in next_groups:
-                    self._unshard(group)
+    def _post_forward(self, unit: int) -> None:
+        for part in self._parts[unit]:
+            if part.reshard:
+                self._release(part)
+            if not isinstance(part.reshard, bool):
+                part.kept = part.gathered // part.reshard
+                self.ledger.allocate("parameters", part.kept)
+        if self._parts[unit]:
+            self._positions.setdefault(unit, []).append(len(self._order))
+            self._order.append(unit)
+        if unit == self.trace.root:
+            self.ledger.free("all-gather buffers", self._gather_buffer)
+            self._gather_buffer = 0
 
-    def _post_forward(self, groups: Sequence[_Group], is_backward: bool) -> None:
-        for group in groups:
-            if not group.is_empty:
-                if not is_backward:
-                    self._reshard_after_forward(group)
-                    group.order.append(len(self._order))
-                    self._order.append(group)
-                group.phase = "idle"
-        if groups[0].unit == self.trace.root and self._gathered:
-            self.watcher.free("all-gather buffers", self._gathered)
-            self._gathered = 0
+    # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def _reshard_after_forward(self, group: _Group) -> None:
-        if group.reshard is True:
-            self._free_unsharded(group)
-        elif group.reshard is not False:
-            for num_bytes in group.sizes.unsharded:
-                self.watcher.allocate("parameters", num_bytes // group.reshard)
-                self.watcher.free("unsharded parameters", num_bytes)
-            group.state = "resharded"
-
-    # -- gathering -----------------------------------------------------------------------------------------------
-
-    def _unshard(self, group: _Group) -> None:
-        if group.is_pending or group.state == "unsharded" or group.is_empty or self.layout.is_unsharded:
+    def _gather(self, part: Part) -> None:
+        """Issue the all-gather of a part that is not gathered."""
+        if part.is_gathered or part.is_pending or self.layout.is_unsharded:
             return
-        group.is_pending = True
-        num_ranks = self._ranks_of(group)
+        part.is_pending = True
+        axis: Axis = "reshard" if part.kept else part.axis
+        num_ranks = int(part.reshard) if part.kept else part.num_ranks
         if num_ranks == 1:
             return
-        gathered = sum(group.sizes.unsharded)
-        # Shards cast to the compute dtype, or copied from host memory, are copied into the buffer and then freed.
-        copied = (gathered if self.layout.cpu_offload else sum(group.sizes.cast)) // num_ranks
-        if copied:
-            self.watcher.allocate("all-gather buffers", copied)
-        self.watcher.allocate("all-gather buffers", gathered)
-        if copied:
-            self.watcher.free("all-gather buffers", copied)
-        axis: Axis = "reshard" if group.state == "resharded" else group.axis
-        self.watcher.gather(group.number, axis, num_ranks, gathered)
+        # Shards in another dtype, or in host memory, are copied on their way into the buffer.
+        copied = (part.gathered if self.layout.cpu_offload else part.cast) // num_ranks
+        self.ledger.allocate("all-gather buffers", part.gathered + copied)
+        self.ledger.free("all-gather buffers", copied)
+        self.ledger.gather(part, axis, num_ranks, part.gathered)
 
-    def _unshard_in_backward(self, group: _Group) -> None:
-        if group.is_gathered_in_backward:
-            self._unshard(group)
-
-    def _ranks_of(self, group: _Group) -> int:
-        return int(group.reshard) if group.state == "resharded" else group.num_ranks
-
-    def _wait(self, group: _Group, is_forward: bool) -> None:
-        if not group.is_pending:
+    def _wait(self, part: Part, is_forward: bool) -> None:
+        """Wait for a gather that has been issued, and copy the parameters out of its buffer."""
+        if not part.is_pending:
             return
-        group.is_pending = False
-        previous = self._gathered if is_forward else 0
-        num_ranks, gathered, copied = self._ranks_of(group), sum(group.sizes.unsharded), 0
-        if num_ranks == 1:
-            self._copy_shards(group)
+        part.is_pending = False
+        part.is_gathered = True
+        is_copied = part.num_ranks > 1
+        buffer = part.gathered if is_copied else 0
+        self.ledger.allocate("unsharded parameters", part.gathered)
+        self.ledger.use("all-gather buffers", part.rearranged if is_copied else part.largest_cast)
+        self.ledger.wait_for_gather(part, part.gathered + part.rearranged if is_copied else 0, is_forward)
+        self.ledger.free("parameters", part.kept)
+        part.kept = 0
+        if is_forward:  # the copy runs on another stream, so the buffer stays until the next one
+            self.ledger.free("all-gather buffers", self._gather_buffer)
+            self._gather_buffer = buffer
         else:
-            # Parameters not divided along the first dimension are copied to a second buffer and concatenated from
-            # there.  The kernels that do this wait for the gather, and the unit waits for them.
-            rearranged = group.sizes.rearranged
-            self.watcher.allocate("unsharded parameters", gathered)
-            self.watcher.allocate("all-gather buffers", rearranged)
-            self.watcher.free("all-gather buffers", rearranged)
-            copied = gathered + rearranged
-        self.watcher.wait_for_gather(group.number, copied, is_forward)
-        if group.state == "resharded":
-            self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
-        group.state = "unsharded"
-        if is_forward:  # kept until the next all-gather has been copied out
-            self.watcher.free("all-gather buffers", previous)
-            self._gathered = gathered if num_ranks > 1 else 0
-        elif num_ranks > 1:
-            self.watcher.free("all-gather buffers", gathered)
+            self.ledger.free("all-gather buffers", buffer)
 
-    def _copy_shards(self, group: _Group) -> None:
-        """Copy each parameter, if the shard axis has one rank; a cast copy lives until the next one is allocated."""
-        previous = 0
-        for num_bytes, is_cast in zip(group.sizes.unsharded, group.sizes.cast, strict=True):
-            if is_cast:
-                self.watcher.allocate("all-gather buffers", num_bytes)
-                self.watcher.free("all-gather buffers", previous)
-                previous = num_bytes
-            self.watcher.allocate("unsharded parameters", num_bytes)
-        self.watcher.free("all-gather buffers", previous)
+    def _release(self, part: Part) -> None:
+        """Free what is gathered, but for this rank's shard."""
+        if part.is_gathered:
+            self.ledger.free("unsharded parameters", part.gathered)
+        self.ledger.free("parameters", part.kept)
+        part.is_gathered = False
+        part.kept = 0
 
-    def _free_unsharded(self, group: _Group) -> None:
-        if group.state == "unsharded":
-            self.watcher.free("unsharded parameters", sum(group.sizes.unsharded))
-        elif group.state == "resharded":
-            self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
-        group.state = "sharded"
+    # -- backward ----------------------------------------------------------------------------------------------------
 
-    # -- backward ------------------------------------------------------------------------------------------------
+    def _pre_backward(self, unit: int) -> None:
+        ahead = self._gathered_ahead(unit)
+        for part in self._parts[unit]:
+            part.is_done = False
+            self._gather_in_backward([part])
+            self._wait(part, is_forward=False)
+        for other in ahead:
+            self._gather_in_backward(reversed(self._parts[other]))
 
-    def _pre_backward(self, groups: Sequence[_Group]) -> None:
-        if groups[0].is_empty or groups[0].phase == "pre_backward":
-            return
-        unit, num_prefetched = groups[0].unit, self.layout.prefetch_backward
-        is_explicit = num_prefetched > 0 and unit != self.trace.root
-        for index, group in enumerate(groups):
-            group.phase = "pre_backward"
-            self._unshard_in_backward(group)
-            self._wait(group, is_forward=False)
-            position = group.order.pop() if group.order else 0
-            if not is_explicit:
-                self._prefetch_previous(position, index, len(groups))
-        for number in range(unit - 1, max(-1, unit - 1 - num_prefetched), -1) if is_explicit else ():
-            for group in reversed(self._groups[number]):
-                self._unshard_in_backward(group)
+    def _gathered_ahead(self, unit: int) -> Iterable[int]:
+        """Return the units that are gathered while the backward pass of `unit` runs."""
+        depth = self.layout.prefetch_backward
+        positions = self._positions.get(unit)
+        position = positions.pop() if positions else 0
+        if depth and unit != self.trace.root:
+            return range(unit - 1, max(-1, unit - 1 - depth), -1)
+        return self._order[max(0, position - 1) : position]
 
-    def _prefetch_previous(self, position: int, index: int, num_groups: int) -> None:
-        """Gather the group before the one at `position`.
+    def _gather_in_backward(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            if part.is_read_in_backward:
+                self._gather(part)
 
-        If this unit has two groups, gather all groups of the previous unit after this unit's second group.
-        """
-        if num_groups == 1 and position > 0:
-            self._unshard_in_backward(self._order[position - 1])
-        if num_groups == 1 or index != 1:
-            return
-        unit, previous_unit = self._order[position].unit, None
-        for group in reversed(self._order[:position]):
-            if group.unit == unit:
+    def _post_backward(self, unit: int, is_last: bool) -> None:
+        """Reduce or accumulate a unit's gradients, and free its parameters."""
+        layout = self.layout
+        parts = [part for part in reversed(self._parts[unit]) if not part.is_done]
+        reduces = (is_last or layout.accumulates_shards) and not layout.is_unsharded
+        if parts and reduces:
+            self._finish_reductions()
+        for part in parts:
+            part.is_done = True
+            new = 0 if self._adds_in_place else min(part.gradients, self._gradients)
+            if layout.is_unsharded:
+                self._keep_as_gradients(part, new)
                 continue
-            if previous_unit not in (None, group.unit):
-                break
-            previous_unit = group.unit
-            self._unshard_in_backward(group)
+            if is_last or layout.reshard_after_backward:
+                self._release(part)
+            if part.accumulated and new:  # added to what is there
+                self._allocate_gradients(-new)
+                new = 0
+            if reduces:
+                self._reduce(part, new, is_last)
+            elif new:
+                self._accumulate(part, new)
+        if layout.is_unsharded and is_last:
+            self._send_buckets(unit)
 
-    def _post_backward(self, group: _Group, is_last: bool) -> None:
-        if group.is_empty or group.phase == "post_backward":
-            return
-        group.phase = "post_backward"
-        sizes, watcher, layout = group.sizes, self.watcher, self.layout
-        new_bytes = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
-        if self.layout.is_unsharded:
-            # Gradients stay where autograd allocated them, as the parameters' `.grad`.
-            self._free_gradients(new_bytes)
-            watcher.allocate("gradients", new_bytes)
-            group.adds_in_place = group.adds_in_place or new_bytes > 0
-            if is_last:
-                self._send_buckets(group)
-            return
-        if group.accumulated and new_bytes:  # added to the accumulated gradients, in the reduction dtype
-            self._free_gradients(new_bytes)
-            new_bytes = 0
-        if is_last or self.layout.reshard_after_backward:
-            self._free_unsharded(group)
-        if not is_last and not self.layout.accumulates_shards:
-            if new_bytes:
-                self._accumulate_gradients(group, new_bytes)
-            return
-        while self._reducing and group is self._groups[group.unit][-1]:
-            watcher.free("reduction buffers", self._reducing.popleft())
-        if not new_bytes and not group.accumulated:
-            return
-        # These gradients are concatenated shard by shard; accumulated ones are in the reduction dtype.
-        dtype_size = layout.reduce_size if group.accumulated else layout.param_size
-        largest = sizes.largest_rearranged_gradient * dtype_size // layout.param_size
-        rearranged = sizes.rearranged_gradients * dtype_size // layout.param_size
-        watcher.allocate("unsharded gradients", largest)
-        watcher.free("unsharded gradients", largest)
-        watcher.allocate("reduction buffers", sizes.reduced)
-        if new_bytes:
-            self._free_gradients(new_bytes)
-        if group.accumulated:
-            watcher.free("unsharded gradients", group.accumulated)
-            group.accumulated, group.adds_in_place = 0, False
-        self._reducing.append(sizes.reduced)
-        self._scatter(group, is_last, rearranged)
+    def _keep_as_gradients(self, part: Part, new: int) -> None:
+        """Leave gradients of an unsharded model where autograd has allocated them, as the parameters' `.grad`."""
+        self._allocate_gradients(-new)
+        self.ledger.allocate("gradients", new)
+        part.accumulated = part.accumulated or new
 
-    def _scatter(self, group: _Group, is_last: bool, rearranged: int) -> None:
-        """Reduce-scatter, all-reduce if there are replicas, and add to the gradients' shards."""
-        sizes, watcher, layout = group.sizes, self.watcher, self.layout
-        scattered = sizes.reduced // group.num_ranks
-        is_hybrid = layout.replicate > 1
-        watcher.reduce(group.axis, group.num_ranks, sizes.reduced, scattered if is_last else 0, rearranged)
-        watcher.allocate("reduction buffers", scattered)
-        if is_hybrid and not is_last:  # the all-reduce waits until the last micro-batch
-            watcher.free("reduction buffers", group.partial)
-            group.partial = scattered
-            return
-        watcher.free("reduction buffers", group.partial)
-        group.partial = 0
-        final = 0 if layout.cpu_offload else sizes.final
-        is_cast = scattered != sizes.final
-        if is_cast:
-            watcher.allocate("reduction buffers", final)
-        if is_cast and is_hybrid and not layout.cpu_offload:
-            group.buffer_in_use = scattered  # not returned to the allocator until the all-reduce is done
-        else:
-            watcher.free("reduction buffers", scattered)
-        if is_cast:
-            watcher.free("reduction buffers", final)
-        if not group.has_gradient_shards:
-            watcher.allocate("gradients", final)
-            group.has_gradient_shards = True
-
-    def _accumulate_gradients(self, group: _Group, new_bytes: int) -> None:
-        """Accumulate unsharded gradients for the next micro-batch, in the reduction dtype."""
+    def _accumulate(self, part: Part, new: int) -> None:
+        """Keep unsharded gradients for the next micro-batch, in the dtype of the reduction."""
         if self.layout.param_size == self.layout.reduce_size:
-            self._gradients -= new_bytes  # they stay in place, and autograd adds the next ones to them
-            group.accumulated, group.adds_in_place = new_bytes, True
+            self._gradients -= new  # autograd's own tensors stay
+            part.accumulated = new
             return
-        for num_bytes in group.sizes.accumulated:
-            self.watcher.allocate("unsharded gradients", num_bytes)
-            self._free_gradients(num_bytes * self.layout.param_size // self.layout.reduce_size)
-        group.accumulated = sum(group.sizes.accumulated)
+        for num_bytes in part.each_accumulated:
+            self.ledger.allocate("unsharded gradients", num_bytes)
+            self._allocate_gradients(-num_bytes * self.layout.param_size // self.layout.reduce_size)
+        part.accumulated = sum(part.each_accumulated)
+
+    def _reduce(self, part: Part, new: int, is_last: bool) -> None:
+        """Copy a part's gradients into a buffer, reduce it, and add the result to this rank's gradients."""
+        layout, ledger = self.layout, self.ledger
+        if not new and not part.accumulated:
+            return
+        # What is not divided along dimension 0 is concatenated shard by shard first, one tensor after another.
+        size = layout.reduce_size if part.accumulated else layout.param_size
+        ledger.use("unsharded gradients", part.largest_rearranged_gradient * size // layout.param_size)
+        ledger.allocate("reduction buffers", part.reduced)
+        self._reducing += part.reduced
+        self._allocate_gradients(-new)
+        ledger.free("unsharded gradients", part.accumulated)
+        part.accumulated = 0
+
+        scattered = part.reduced // part.num_ranks
+        rearranged = part.rearranged_gradients * size // layout.param_size
+        ledger.reduce(part.axis, part.num_ranks, part.reduced, scattered if is_last else 0, rearranged)
+        ledger.allocate("reduction buffers", scattered)
+        shards = 0 if layout.cpu_offload else part.gradient_shards
+        is_cast = scattered != part.gradient_shards
+        if is_cast:
+            ledger.use("reduction buffers", shards)
+        # With replicas, the result is in use until its all-reduce is done, which the last micro-batch issues.
+        is_delayed = layout.replicate > 1 and (not is_last or (is_cast and not layout.cpu_offload))
+        ledger.free("reduction buffers", part.delayed)
+        part.delayed = scattered if is_delayed else 0
+        ledger.free("reduction buffers", scattered - part.delayed)
+        if not part.has_gradient_shards and (is_last or layout.replicate == 1):
+            ledger.allocate("gradients", shards)
+            part.has_gradient_shards = True
+
+    def _finish_reductions(self) -> None:
+        self.ledger.free("reduction buffers", self._reducing)
+        self._reducing = 0
+
+    def _end(self, is_last: bool) -> None:
+        """End the backward pass: reduce what has not been reduced, the root first."""
+        for unit in (self.trace.root, *range(self.trace.root)):
+            self._post_backward(unit, is_last)
+            for part in self._parts[unit]:
+                part.is_done = False
+                if part.is_pending:  # gathered ahead, but not needed
+                    part.is_pending = False
+                    self.ledger.free("all-gather buffers", part.gathered)
+                if is_last:
+                    self.ledger.free("reduction buffers", part.delayed)
+                    part.delayed = 0
+        self._order.clear()
+        self._positions.clear()
+        self._finish_reductions()
+        self.ledger.finish()
+
+    def _allocate_gradients(self, num_bytes: int) -> None:
+        """Allocate unsharded gradients, or free them if `num_bytes` is negative."""
+        self._gradients += num_bytes
+        self.ledger.allocate("unsharded gradients", num_bytes)
+
+    # -- replicas of an unsharded model ------------------------------------------------------------------------------
 
     def _cut_buckets(self) -> deque[_Bucket]:
         """Return the buckets in which replicas average gradients, as `trainer.model.gradients` cuts them."""
         trained = [(number, p) for number, u in enumerate(self.trace.units) for p in u.parameters if p.is_trained]
         backward = trained[::-1]
         element_size = self.layout.param_size
-        return deque(
-            _Bucket(
-                {backward[i][0] for i in bucket},
-                sum(backward[i][1].numel for i in bucket) * element_size,
-                bucket_numel((backward[i][1].numel for i in bucket), element_size) * element_size,
-            )
-            for bucket in bucket_gradients([(p.numel, element_size) for _, p in backward])
-        )
+        buckets = deque[_Bucket]()
+        for bucket in bucket_gradients([(p.numel, element_size) for _, p in backward]):
+            units = {backward[index][0] for index in bucket}
+            numels = [backward[index][1].numel for index in bucket]
+            buffer = bucket_numel(numels, element_size) * element_size
+            buckets.append(_Bucket(units, sum(numels) * element_size, buffer))
+        return buckets
 
-    def _send_buckets(self, group: _Group) -> None:
-        """All-reduce the buckets that `group` completes, in order, to average gradients over replicas."""
+    def _send_buckets(self, unit: int) -> None:
+        """All-reduce the buckets that `unit` completes, in order, to average gradients over replicas."""
         for bucket in self._buckets:
-            bucket.pending_units.discard(group.unit)
+            bucket.pending_units.discard(unit)
         while self._buckets and not self._buckets[0].pending_units:
             bucket = self._buckets.popleft()
-            self.watcher.allocate("gradients", bucket.buffer)
-            self.watcher.reduce("shard", 1, bucket.buffer, bucket.buffer, 0)
-            self.watcher.free("gradients", bucket.gradients)
-
-    def _free_gradients(self, num_bytes: int) -> None:
-        self._gradients -= num_bytes
-        self.watcher.free("unsharded gradients", num_bytes)
-
-    def _end(self, is_last: bool) -> None:
-        """Finish the backward pass as FSDP does after autograd: reduce the remaining groups, the root's first."""
-        for group in (group for groups in (self._groups[-1], *self._groups[:-1]) for group in reversed(groups)):
-            self._post_backward(group, is_last)
-            group.phase = "idle"
-            group.order.clear()
-            if group.is_pending:  # prefetched but not needed
-                group.is_pending = False
-                self.watcher.free("all-gather buffers", sum(group.sizes.unsharded) * (self._ranks_of(group) > 1))
-            if group.buffer_in_use:
-                self.watcher.free("reduction buffers", group.buffer_in_use)
-                group.buffer_in_use = 0
-        self._order.clear()
-        while self._reducing:
-            self.watcher.free("reduction buffers", self._reducing.popleft())
-        self.watcher.finish()
+            self.ledger.allocate("gradients", bucket.buffer)
+            self.ledger.reduce("shard", 1, bucket.buffer, bucket.buffer, 0)
+            self.ledger.free("gradients", bucket.gradients)
