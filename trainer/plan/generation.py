@@ -119,7 +119,7 @@ def memory_of_generation(
         num_fed = min(workload.prompt_len, max(1, PREFILL_TOKENS // workload.num_completions))
         capacity = _capacity(workload, num_fed)
     with fake_tensors(), torch.no_grad(), full_sequences(), last_logits_only():
-        make_fake(model, dtype, set())
+        make_fake(model, dtype)
         tokens = torch.zeros(workload.num_completions, num_fed, dtype=torch.int64)
         with MemoryMeter(model, [tokens]) as meter:
             if supports_kv_cache(model):

@@ -20,7 +20,7 @@ The rank is rank 0, which has the largest shards.  tests/plan/test_plan.py compa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.model.gradients import bucket_gradients, bucket_numel
@@ -273,24 +273,24 @@ class Step:
         ahead = self._gathered_ahead(unit)
         for part in self._parts[unit]:
             part.is_done = False
-            self._gather_in_backward([part])
+            if part.is_read_in_backward:
+                self._gather(part)
             self._wait(part, is_forward=False)
-        for other in ahead:
-            self._gather_in_backward(reversed(self._parts[other]))
+        for part in ahead:
+            if part.is_read_in_backward:
+                self._gather(part)
 
-    def _gathered_ahead(self, unit: int) -> Iterable[int]:
-        """Return the units that are gathered while the backward pass of `unit` runs."""
+    def _gathered_ahead(self, unit: int) -> list[Part]:
+        """Return the parts that are gathered while the backward pass of `unit` runs, in order."""
         depth = self.layout.prefetch_backward
         positions = self._positions.get(unit)
         position = positions.pop() if positions else 0
         if depth and unit != self.trace.root:
-            return range(unit - 1, max(-1, unit - 1 - depth), -1)
-        return self._order[max(0, position - 1) : position]
-
-    def _gather_in_backward(self, parts: Iterable[Part]) -> None:
-        for part in parts:
-            if part.is_read_in_backward:
-                self._gather(part)
+            earlier = range(unit - 1, max(-1, unit - 1 - depth), -1)
+            return [part for other in earlier for part in reversed(self._parts[other])]
+        previous = self._order[max(0, position - 1) : position]
+        parts = [part for other in previous for part in reversed(self._parts[other])]
+        return parts if len(self._parts[unit]) > 1 else parts[:1]  # as many collectives ahead as the unit has
 
     def _post_backward(self, unit: int, is_last: bool) -> None:
         """Reduce or accumulate a unit's gradients, and free its parameters."""

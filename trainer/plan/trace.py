@@ -1,5 +1,5 @@
-"""Records a `Trace` of one micro-batch: the events of FSDP units, blocks and activation offloading, and the memory and
-kernels between these events."""
+"""Records a `Trace` of one micro-batch: the events of FSDP units and of activation offloading, and the memory and
+kernels between them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ EventKind = Literal[
     "pre_backward",
     "post_backward",
     "end",  # the whole backward pass has ended
-    "block_forward",  # a block's forward pass starts
-    "block_return",  # a block's forward pass returns
-    "block_backward",  # a block's backward pass starts
     "activation_offload",  # activations start being copied to the host
     "activation_reload",  # activations start being copied back to the device
     "activation_reload_wait",  # the backward pass waits for the earliest pending reload
@@ -94,19 +91,6 @@ class Segment:
     work: tuple[tuple[Work, int], ...] = ()
     """Kernels, and the number of times each one runs."""
 
-    def then(self, later: Segment) -> Segment:
-        """Return this segment merged with the one that follows it."""
-        work = Counter(dict(self.work))
-        for kernel, count in later.work:
-            work[kernel] += count
-        return Segment(
-            max(self.peak, self.net + self.gradients + later.peak),
-            max(self.peak_accumulating, self.net + later.peak_accumulating),
-            self.net + later.net,
-            self.gradients + later.gradients,
-            tuple(work.items()),
-        )
-
     def scaled(self, kind: str, factor: float) -> Segment:
         """Return the segment with the FLOPs of all kernels of one kind multiplied by `factor`."""
         work = Counter[Work]()
@@ -118,12 +102,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a unit or block, and the segment from the previous event to this one."""
+    """An event of a unit, and the segment from the previous event to this one."""
 
     segment: Segment
     kind: EventKind
     unit: int
-    """Index of the unit (for copies, the current one) or, for the kinds that start with `block`, of the block."""
+    """Index of the unit; for copies, the current one."""
     num_bytes: int = 0
     """Bytes that `activation_offload` or `activation_reload` copies."""
 
@@ -343,7 +327,7 @@ def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], not_materia
 
 
 class Recorder:
-    """Records where FSDP would gather and reduce, and where blocks begin and return, using the same hooks as FSDP."""
+    """Records where FSDP would gather and reduce, using the same hooks as FSDP."""
 
     def __init__(self, meter: MemoryMeter, compute_dtype: torch.dtype) -> None:
         self.meter = meter
@@ -363,18 +347,8 @@ class Recorder:
     def record_copy(self, kind: EventKind, sizes: Mapping[int, int]) -> None:
         """Record a copy to or from the host in the current unit, given the bytes of each storage by serial number."""
         self.meter.cut()
-        unit = next((unit for earlier, unit, _ in reversed(self._recorded) if not earlier.startswith("block")), 0)
+        unit = self._recorded[-1][1] if self._recorded else 0
         self._recorded.append((kind, unit, sizes))
-
-    def watch_block(self, block: nn.Module, position: int) -> None:
-        """Record where the block's forward and backward passes begin, and where its forward pass returns."""
-        block.register_forward_pre_hook(lambda *_: self.record("block_forward", position))
-
-        def after(block: nn.Module, args: Any, output: Any) -> None:
-            self._when_gradient("block_backward", position, output)
-            self.record("block_return", position)
-
-        block.register_forward_hook(after)
 
     def watch_inside(self, block: nn.Module) -> None:
         """Tell the meter when operators run inside a block.
