@@ -63,7 +63,7 @@ from trainer.plan.experts import advice_on_balance, advice_on_experts
 from trainer.plan.generation import GenerationWorkload, advice_on_workload, with_generation
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
-from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
+from trainer.plan.search import NothingFits, PlannedChoice, auto_settings, fastest_choice, remedies
 from trainer.plan.show import draw, print_plan, to_json
 from trainer.registry import add_working_directory_to_sys_path
 
@@ -137,7 +137,7 @@ def _plan(parser: SettingsParser, argv: Sequence[str]) -> int:
         if advice:
             print_stderr(f"warning: {advice}")
     try:
-        choice = fastest_choice(config, mesh, machine) if uses_auto(config) else None
+        choice = fastest_choice(config, mesh, machine) if auto_settings(config) else None
     except NothingFits as error:
         _show(error.plan, None, options)
         print_stderr(f"error: {error}")

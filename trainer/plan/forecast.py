@@ -24,7 +24,7 @@ from trainer.optim.optimizer import EMA_ELEMENT_SIZE, Optimizer, training_bytes
 from trainer.plan.layout import teacher_of
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
-from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_auto
+from trainer.plan.search import PlannedChoice, auto_settings, fastest_choice, remedies
 from trainer.plan.show import choice_text, memory_text
 
 _TOLERANCE = 0.1
@@ -67,7 +67,7 @@ def _with_methods(config: RunConfig, world: World) -> RunConfig:
 
 def _choose_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
     """Let the planner choose the `auto` settings for the memory of the rank that has least."""
-    if not uses_auto(config):
+    if not auto_settings(config):
         return config, None
     (negated_min_gib,) = world.max([-machine_of(config, world).memory_gib])
 
@@ -90,7 +90,7 @@ def _choose_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
 
 
 def describe_choice(choice: PlannedChoice | None) -> str:
-    """Return the resolved `auto` settings and the runners-up as a table, or an empty string if nothing was `auto`."""
+    """Return the resolved `auto` settings, with reasons, or an empty string if nothing was `auto`."""
     return "" if choice is None else choice_text(choice)
 
 

@@ -75,10 +75,10 @@ class Probe:
                 length = open_source(data, self.config.vocab_size, "train").attended
         return length or data.seq_len
 
-    @property
-    def num_units(self) -> int:
-        """Number of FSDP units, excluding the root."""
-        return len(find_units(self._model, self.config.spec, self.config.fsdp.wrap))
+    @cached_property
+    def unit_names(self) -> list[str]:
+        """The names of the FSDP units, without the root."""
+        return [str(unit) for unit in find_units(self._model, self.config.spec, self.config.fsdp.wrap)]
 
     def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
         """Return the trace of a micro-batch, with units according to `fsdp.wrap`.

@@ -1,40 +1,35 @@
-"""Resolves settings that are `auto` to the fastest values that fit in memory.
+"""Resolves settings that are `auto` to the fastest values that fit in memory, and says why.
 
-The search evaluates candidates with the planner, not with trial launches.  One candidate takes milliseconds, except
-that each combination of micro-batch size, checkpointing, offloading, and context and expert group sizes must be traced
-once.
+The search evaluates candidates with the planner, not with trial launches.  A candidate takes milliseconds, except that
+each combination of micro-batch size, checkpointing, offloading, and context and expert group sizes is traced once.
 
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
-The last units in the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
-finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
+The last units in the forward pass stay for the shortest time, so the search leaves the last k units unsharded, for the
+largest k that fits.
 
-Among group sizes that are about equally fast, the search takes the smallest; among plans that have the same group
-sizes and are about equally fast, it takes the one that needs the least memory.
+Of the plans that are about equally fast, it takes the one with the smallest groups of ranks; of these, the one that
+needs the least memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from trainer.config.parallel import MeshShape, context_choices
 from trainer.config.rules import offloaded_fraction
 from trainer.config.schema import AUTO, Resharding, RunConfig, TrainSection, UnitResharding
 from trainer.errors import UserError
-from trainer.model.shard import checkpointing_choices
+from trainer.model.shard import checkpointing_choices, resolve_resharding
 from trainer.plan.experts import possible_choices
 from trainer.plan.machine import Machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
 
-_TIME_TOLERANCE = 0.005
+TIME_TOLERANCE = 0.005
 """Choices that are slower than the fastest by at most this fraction count as equally fast."""
-_MIN_IMPROVEMENT = 1e-6
-"""A change to a single unit is accepted only if it shortens the step by more than this fraction."""
-_MAX_UNITS = 16
-"""Units are tuned one by one only in models with at most this many; in larger models, a single unit hardly matters."""
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
 """Fractions of the blocks whose activations `train.offload_activations=auto` tries to offload on a GPU."""
 
@@ -48,18 +43,45 @@ class NothingFits(UserError):
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """The best candidate with another value of one `auto` setting."""
+
+    value: object
+    plan: Plan
+    """The fastest plan with this value that fits; if none fits, the one that needs the least memory."""
+
+
+@dataclass(frozen=True)
 class PlannedChoice:
-    """The plan with the resolved `auto` settings, up to four runners-up, and the number of candidates tried."""
+    """The plan with the resolved `auto` settings."""
 
     plan: Plan
-    runners_up: tuple[Plan, ...]
     num_candidates: int
+    alternatives: dict[str, tuple[Alternative, ...]]
+    """By the key of each setting that was `auto`: the other values, those that fit first, the fastest of them first.
+
+    Lists for `fsdp.reshard_after_forward`, which only differ in the number of units, are left out."""
 
     @property
     def settings(self) -> dict[str, object]:
         config = self.plan.config
         methods = {"mesh.expert": config.expert, "mesh.expert_method": config.mesh.expert_method}
         return chosen_settings(config) | methods
+
+
+def _alternatives(chosen: Plan, candidates: Iterable[Plan], key: str) -> tuple[Alternative, ...]:
+    by_value: dict[object, list[Plan]] = {}
+    for plan in candidates:
+        value = chosen_settings(plan.config)[key]
+        if value != chosen_settings(chosen.config)[key] and not isinstance(value, list):
+            by_value.setdefault(value, []).append(plan)
+    found = [Alternative(value, _best(plans)) for value, plans in by_value.items()]
+    return tuple(sorted(found, key=lambda other: (not other.plan.fits, other.plan.time.total_s)))
+
+
+def _best(plans: Iterable[Plan]) -> Plan:
+    """Return the fastest plan that fits; if none fits, the one that needs the least memory."""
+    return min(plans, key=lambda plan: (not plan.fits, plan.time.total_s if plan.fits else plan.memory.peak.total))
 
 
 def chosen_settings(config: RunConfig) -> dict[str, object]:
@@ -86,197 +108,145 @@ def settings_to_show(config: RunConfig) -> dict[str, object]:
     return settings
 
 
-def uses_auto(config: RunConfig) -> bool:
-    """Return whether any setting is `auto`."""
-    return AUTO in chosen_settings(config).values()
+def auto_settings(config: RunConfig) -> tuple[str, ...]:
+    """Return the keys of the settings that are `auto`."""
+    return tuple(key for key, value in chosen_settings(config).items() if value == AUTO)
 
 
 def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> PlannedChoice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
-    Among sizes of context-parallel or expert-parallel groups, it takes the smallest within the time tolerance of the
-    fastest.  Context-parallel groups that span nodes are tried only if nothing else fits.
+    Context-parallel groups that span nodes are tried only if nothing else fits.
 
     Raises NothingFits if no choice fits; its message lists changes to other settings that would help.
     """
-    try:
-        return _with_context(config, mesh, machine, Probe(config, machine.device_type, machine.imbalance))
-    except _DoesNotFit as error:
-        # The message is built only once, since each change that it suggests needs another plan.
-        raise NothingFits(_nothing_fits(config, error.smallest), error.smallest) from None
-
-
-class _DoesNotFit(Exception):
-    """Raised if no combination of some settings fits.  `smallest` is the candidate that needs the least memory."""
-
-    def __init__(self, smallest: Plan) -> None:
-        super().__init__()
-        self.smallest = smallest
-
-
-def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
-    """Return the best choice over all sizes of context-parallel groups, if that setting is `auto`."""
-    if config.mesh.context != AUTO:
-        return _with_experts(config, mesh, machine, probe)
+    probe = Probe(config, machine.device_type, machine.imbalance)
     per_node = machine.rates.ranks_per_node
-    choices = context_choices(config, mesh, per_node)
-    within_node = [candidate for candidate in choices if per_node % candidate.context == 0]
-    across_nodes = [candidate for candidate in choices if per_node % candidate.context]
-    return _smallest_near_fastest((within_node, across_nodes), mesh, machine, probe)
-
-
-def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
-    """Return the best choice over all sizes of expert-parallel groups, if that setting is `auto`."""
-    if config.mesh.expert != AUTO:
-        return _Search(config, mesh, machine, probe.with_config(config)).best()
-    return _smallest_near_fastest((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine, probe)
-
-
-def _smallest_near_fastest(
-    groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine, probe: Probe
-) -> PlannedChoice:
-    """Return the first choice, in the given order, that is within the time tolerance of the fastest.
-
-    A group of configurations is tried only if nothing fits in the groups before it.
-    """
-    fitting: list[PlannedChoice] = []
-    smallest: list[Plan] = []
-    for group in groups:
-        for candidate in group if not fitting else []:
-            try:
-                fitting.append(_with_experts(candidate, mesh, machine, probe))
-            except _DoesNotFit as error:
-                smallest.append(error.smallest)
+    groups = [config] if config.mesh.context != AUTO else context_choices(config, mesh, per_node)
+    within_nodes = [each for each in groups if per_node % each.context == 0 or config.mesh.context != AUTO]
+    candidates: list[Plan] = []
+    for choices in (within_nodes, [each for each in groups if each not in within_nodes]):
+        for choice in choices:
+            is_open = choice.mesh.expert == AUTO
+            for each in possible_choices(choice, mesh, per_node) if is_open else [choice]:
+                candidates += _Search(each, mesh, machine, probe.with_config(each)).candidates()
+        if any(plan.fits for plan in candidates):
+            break
+    fitting = [plan for plan in candidates if plan.fits]
     if not fitting:
-        raise _DoesNotFit(min(smallest, key=lambda plan: plan.memory.peak.total))
-    fastest_s = min(choice.plan.time.total_s for choice in fitting)
-    best = next(choice for choice in fitting if choice.plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s)
-    others = sorted((choice.plan for choice in fitting if choice is not best), key=lambda plan: plan.time.total_s)
-    return PlannedChoice(best.plan, (*best.runners_up, *others)[:4], sum(choice.num_candidates for choice in fitting))
+        smallest = _best(candidates)
+        raise NothingFits(_nothing_fits(config, smallest), smallest)
+    fastest_s = min(plan.time.total_s for plan in fitting)
+    as_fast = [plan for plan in fitting if plan.time.total_s <= (1 + TIME_TOLERANCE) * fastest_s]
+    best = min(as_fast, key=lambda plan: (plan.config.context, plan.config.expert, plan.memory.peak.total))
+    alternatives = {key: _alternatives(best, candidates, key) for key in auto_settings(config)}
+    return PlannedChoice(best, len(candidates), alternatives)
 
 
 class _Search:
-    """Searches the other `auto` settings of a configuration whose context and expert group sizes are fixed."""
+    """The candidates for a configuration whose context and expert group sizes are fixed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> None:
-        self.config, self.mesh, self.machine, self._probe = config, mesh, machine, probe
-        self.num_candidates = 0
+        self._config, self._mesh, self._machine, self._probe = config, mesh, machine, probe
 
-    def best(self) -> PlannedChoice:
-        fitting: list[Plan] = []
-        smallest: Plan | None = None
-        train = self.config.train
-        rank_batch_size = train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
-        sizes = [size for size in range(1, rank_batch_size + 1) if rank_batch_size % size == 0]
-        if train.micro_batch_size != AUTO:
-            sizes = [int(train.micro_batch_size)]
-        policies = [train.activation_checkpoint]
-        if train.activation_checkpoint == AUTO:  # least memory first
-            policies = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
-        fractions: list[float | Literal["none", "auto"]] = [train.offload_activations]
-        if train.offload_activations == AUTO:  # least memory first; on a CPU there is no other memory to offload to
-            fractions = [*(_OFFLOADED_FRACTIONS if self.machine.device_type == "cuda" else ()), "none"]
-        for size in sizes:
-            for policy in policies:  # if one policy does not fit, no later one does; the same holds for fractions
-                num_fitting_before = len(fitting)
-                for fraction in fractions:
-                    settings = replace(
-                        train, micro_batch_size=size, activation_checkpoint=policy, offload_activations=fraction
-                    )
-                    plans = list(self._with_resharding(settings))
-                    smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
-                    if not any(plan.fits for plan in plans):
-                        break
-                    fitting += [plan for plan in plans if plan.fits]
-                if len(fitting) == num_fitting_before:
+    def candidates(self) -> list[Plan]:
+        """Return the plans that were tried: of those that do not fit, only some."""
+        tried: list[Plan] = []
+        for size in self._micro_batch_sizes():
+            for policy in self._policies():
+                found = self._with_offloading(size, policy)
+                tried += found
+                if not any(plan.fits for plan in found):  # nor would one with a later policy
                     break
-        if not fitting:
-            assert smallest is not None
-            raise _DoesNotFit(smallest)
-        fitting += self._tune_units(min(fitting, key=lambda plan: plan.time.total_s))
-        fastest_s = min(plan.time.total_s for plan in fitting)
-        as_fast = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
-        best = min(as_fast, key=lambda plan: plan.memory.peak.total)
-        runners_up: list[Plan] = []  # the next best, ignoring differences in the number of unsharded units
-        families = {_family(best)}
-        for plan in sorted(fitting, key=lambda plan: plan.time.total_s):
-            if _family(plan) not in families and len(runners_up) < 4:
-                families.add(_family(plan))
-                runners_up.append(plan)
-        return PlannedChoice(self._simplify(best), tuple(runners_up), self.num_candidates)
+        return tried
 
-    def _plan(self, train: TrainSection, reshard: Resharding) -> Plan:
-        self.num_candidates += 1
-        config = replace(self.config, fsdp=replace(self.config.fsdp, reshard_after_forward=reshard), train=train)
-        return make_plan(config, self.mesh, self.machine, self._probe)
+    def _micro_batch_sizes(self) -> list[int]:
+        train = self._config.train
+        if train.micro_batch_size != AUTO:
+            return [int(train.micro_batch_size)]
+        rank_batch_size = train.global_batch_size // self._config.num_groups(self._mesh.num_ranks)
+        return [size for size in range(1, rank_batch_size + 1) if rank_batch_size % size == 0]
+
+    def _policies(self) -> list[int | str]:
+        """Return the values of `train.activation_checkpoint` to try, the one that needs the least memory first."""
+        setting = self._config.train.activation_checkpoint
+        if setting != AUTO:
+            return [setting]
+        return sorted(checkpointing_choices(self._config), key=("full", "selective", 2, 4, "none").index)
+
+    def _fractions(self) -> list[float | Literal["none", "auto"]]:
+        """Return the values of `train.offload_activations` to try, the one that needs the least memory first."""
+        setting = self._config.train.offload_activations
+        if setting != AUTO:
+            return [setting]
+        # A CPU has no other memory to offload to.
+        return [*(_OFFLOADED_FRACTIONS if self._machine.device_type == "cuda" else ()), "none"]
+
+    def _with_offloading(self, size: int, policy: int | str) -> list[Plan]:
+        tried: list[Plan] = []
+        for fraction in self._fractions():
+            train = replace(
+                self._config.train, micro_batch_size=size, activation_checkpoint=policy, offload_activations=fraction
+            )
+            found = list(self._with_resharding(train))
+            tried += found
+            if not any(plan.fits for plan in found):  # nor would one that offloads less
+                break
+        return tried
 
     def _with_resharding(self, train: TrainSection) -> Iterator[Plan]:
-        setting = self.config.fsdp.reshard_after_forward
+        setting = self._config.fsdp.reshard_after_forward
         if setting != AUTO:
             yield self._plan(train, setting)
             return
         for entry in self._resharding_choices:
-            uniform = self._plan(train, [entry] * self._probe.num_units)
+            uniform = self._plan(train, entry)
             yield uniform
             if uniform.fits:
-                yield from self._leave_last_unsharded(uniform, entry)
+                yield from self._leave_last_unsharded(train, entry)
 
     @cached_property
     def _resharding_choices(self) -> list[UnitResharding]:
         """The alternatives to `never` for one unit: reshard fully after the forward pass, or to groups of n ranks."""
-        shard, node = self.mesh.shard, self.machine.rates.ranks_per_node
+        shard, node = self._mesh.shard, self._machine.rates.ranks_per_node
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
         return ["always", *sorted(sizes, reverse=True)]
 
-    def _leave_last_unsharded(self, uniform: Plan, entry: UnitResharding) -> Iterator[Plan]:
+    def _leave_last_unsharded(self, train: TrainSection, entry: UnitResharding) -> Iterator[Plan]:
         """Yield the plan that leaves as many of the last units unsharded as fit; nothing if not even one fits."""
-        num_units = uniform.trace.root
-
-        low, high = 0, num_units
+        low = 0
+        high = len(self._probe.unit_names)
         best: Plan | None = None
         while low < high:
             middle = (low + high + 1) // 2
-            reshard: list[UnitResharding] = [entry] * (num_units - middle) + ["never"] * middle
-            plan = self._plan(uniform.config.train, reshard)
+            plan = self._plan(train, self._unsharded_from_the_end(middle, entry))
             if plan.fits:
-                low, best = middle, plan
+                low = middle
+                best = plan
             else:
                 high = middle - 1
         if best is not None:
             yield best
 
-    def _tune_units(self, plan: Plan) -> list[Plan]:
-        """Change one unit at a time for as long as that makes the step faster; return the successive plans."""
-        if self.config.fsdp.reshard_after_forward != AUTO or plan.trace.root > _MAX_UNITS:
-            return []
-        plans = [plan]
-        improves = True
-        while improves:
-            improves = False
-            for unit in range(plan.trace.root):
-                reshard: list[UnitResharding] = _as_list(plans[-1])
-                entries: list[UnitResharding] = ["never", *self._resharding_choices]
-                for entry in entries:
-                    if entry == reshard[unit]:
-                        continue
-                    changed: list[UnitResharding] = [*reshard[:unit], entry, *reshard[unit + 1 :]]
-                    other = self._plan(plan.config.train, changed)
-                    if other.fits and other.time.total_s < (1 - _MIN_IMPROVEMENT) * plans[-1].time.total_s:
-                        plans.append(other)
-                        improves = True
-        return plans[1:]
+    def _unsharded_from_the_end(self, num_unsharded: int, entry: UnitResharding) -> Resharding:
+        """Return the setting that reshards all but the last units: one word, if there is one for it."""
+        names = self._probe.unit_names
+        entries: list[UnitResharding] = [entry] * (len(names) - num_unsharded)
+        entries += ["never"] * num_unsharded
+        for word in ("default", "never"):
+            if resolve_resharding(word, names, self._mesh.shard) == resolve_resharding(
+                entries, names, self._mesh.shard
+            ):
+                return word
+        return entries
 
-    def _simplify(self, plan: Plan) -> Plan:
-        """Return the plan with a single value for resharding in place of a list of equal entries."""
-        entries = _as_list(plan)
-        if len(set(entries)) > 1:
-            return plan
-        entry: Resharding = "default" if entries[:1] in ([], ["always"]) else entries[0]
-        return self._plan(plan.config.train, entry)
+    def _plan(self, train: TrainSection, reshard: Resharding) -> Plan:
+        config = replace(self._config, fsdp=replace(self._config.fsdp, reshard_after_forward=reshard), train=train)
+        return make_plan(config, self._mesh, self._machine, self._probe)
 
 
 def _nothing_fits(config: RunConfig, smallest: Plan) -> str:
-    settings = ", ".join(f"{key}=auto" for key, value in chosen_settings(config).items() if value == AUTO)
+    settings = ", ".join(f"{key}=auto" for key in auto_settings(config))
     least = ", ".join(f"{key}={format_setting(value)}" for key, value in settings_to_show(smallest.config).items())
     lines = [
         f"{settings}: nothing fits {smallest.machine.memory_gib:.4g} GiB; the smallest candidate, {least}, needs "
@@ -369,17 +339,6 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
 
 def _with_train(config: RunConfig, **train: object) -> RunConfig:
     return replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
-
-
-def _as_list(plan: Plan) -> list[Any]:
-    setting = plan.config.fsdp.reshard_after_forward
-    return list(setting) if isinstance(setting, list) else [setting] * plan.trace.root
-
-
-def _family(plan: Plan) -> tuple[object, ...]:
-    train = plan.config.train
-    resharding = tuple(sorted({str(entry) for entry in _as_list(plan)}))
-    return train.micro_batch_size, train.activation_checkpoint, train.offload_activations, resharding
 
 
 def format_setting(value: object) -> str:

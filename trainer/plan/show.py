@@ -15,7 +15,14 @@ from trainer.plan.estimate import memory_curve
 from trainer.plan.ledger import Kind
 from trainer.plan.machine import GIB
 from trainer.plan.plan import Plan
-from trainer.plan.search import PlannedChoice, chosen_settings, format_setting, settings_to_show
+from trainer.plan.search import (
+    TIME_TOLERANCE,
+    Alternative,
+    PlannedChoice,
+    chosen_settings,
+    format_setting,
+    settings_to_show,
+)
 from trainer.tables import table
 
 _COLORS: dict[Kind, str] = {
@@ -86,9 +93,27 @@ def memory_text(plan: Plan) -> str:
 
 
 def choice_text(choice: PlannedChoice) -> str:
-    """Return the resolved `auto` settings and the runners-up as plain text."""
-    headers, rows = _choice_rows(choice)
-    return f"auto: {choice.num_candidates} candidates\n{table(headers, rows, range(len(headers) - 2))}"
+    """Return the resolved `auto` settings as plain text, each with the best plan for every other value."""
+    chosen = choice.plan
+    every_other = [other.plan for others in choice.alternatives.values() for other in others]
+    fastest_s = min(plan.time.total_s for plan in (chosen, *every_other) if plan.fits)
+    rows: list[list[str]] = []
+    for key, others in choice.alternatives.items():
+        rows.append([key, *_value_cells(chosen_settings(chosen.config)[key], chosen), "chosen"])
+        rows += [["", *_value_cells(other.value, other.plan), _verdict(other.plan, fastest_s)] for other in others]
+    headers = ("setting", "value", "GiB", "s per step", "")
+    return f"auto: {choice.num_candidates} candidates\n{table(headers, rows, (0, 1, 4))}"
+
+
+def _value_cells(value: object, plan: Plan) -> list[str]:
+    return [format_setting(value), f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
+
+
+def _verdict(plan: Plan, fastest_s: float) -> str:
+    if not plan.fits:
+        return "does not fit"
+    slower = plan.time.total_s / fastest_s - 1
+    return f"{100 * slower:.2g}% slower" if slower > TIME_TOLERANCE else "as fast"
 
 
 def _heading(plan: Plan) -> list[str]:
@@ -103,25 +128,6 @@ def _heading(plan: Plan) -> list[str]:
         f"node; {machine.source})",
         f"{', '.join(settings)}; {batch}",
     ]
-
-
-def _choice_rows(choice: PlannedChoice) -> tuple[list[str], list[list[str]]]:
-    """Return the headers and rows of the table of choices: text columns, then two numeric columns."""
-    plans = (choice.plan, *choice.runners_up)
-    offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
-    headers = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
-    headers += ["experts"] if choice.plan.config.spec.declares_experts(choice.plan.config.model) else []
-    headers += ["GiB", "s per step"]
-    rows = []
-    for number, plan in enumerate(plans):
-        values = [
-            format_setting(value) for value in (chosen_settings if offloads else settings_to_show)(plan.config).values()
-        ]
-        if plan.config.expert > 1:
-            values[-1] += f" {plan.config.mesh.expert_method}"
-        estimates = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
-        rows.append(["chosen" if number == 0 else str(number + 1), *values, *estimates])
-    return headers, rows
 
 
 def _peak_text(plan: Plan) -> str:
@@ -210,11 +216,8 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
     time = plan.time
     auto: dict[str, Any] = {}
     if choice is not None:
-        runners_up = [
-            chosen_settings(other.config) | {"needed_gib": other.needed_gib, "step_s": other.time.total_s}
-            for other in choice.runners_up
-        ]
-        auto = {"auto": {"num_candidates": choice.num_candidates, "runners_up": runners_up}}
+        alternatives = {key: [_brief(other) for other in others] for key, others in choice.alternatives.items()}
+        auto = {"auto": {"num_candidates": choice.num_candidates, "alternatives": alternatives}}
     return {
         "recipe": plan.config.run.name,
         "model": plan.config.model.name,
@@ -270,6 +273,12 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
             "losses": plan.costs.lost_time_fractions(plan.save_every_s),
         },
     } | auto
+
+
+def _brief(other: Alternative) -> dict[str, Any]:
+    plan = other.plan
+    estimates = {"fits": plan.fits, "needed_gib": plan.needed_gib, "step_s": plan.time.total_s}
+    return {"value": other.value, **estimates, "settings": chosen_settings(plan.config)}
 
 
 def draw(plan: Plan, path: Path) -> None:
