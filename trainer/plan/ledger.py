@@ -149,18 +149,19 @@ class Ledger:
         """Wait for the all-gather of a part, then copy `num_bytes` out of its buffer."""
         self.streams.wait_for_gather(part, num_bytes, is_forward)
 
-    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int, rearranged: int) -> None:
-        """Copy gradients into a buffer and reduce them, once the reduction before has been issued and is done.
+    def scatter(self, axis: Axis, num_ranks: int, num_bytes: int, rearranged: int) -> None:
+        """Copy gradients into a buffer and reduce-scatter it, once the previous reduce-scatter is done.
 
-        scattered: bytes of the buffer, which is reduce-scattered over `num_ranks`.
-        reduced: bytes of its shard, which is all-reduced over the replicas; 0 for no all-reduce.
         rearranged: bytes that are copied twice, because their tensors are not divided along dimension 0.
         """
         if num_ranks > 1:
-            self._count("reduce_scatter", axis, num_ranks, scattered)
-        if self._layout.replicate > 1 and reduced:
-            self._count("all_reduce", "replicate", self._layout.replicate, reduced)
-        self.streams.reduce(axis, num_ranks, scattered, reduced, rearranged)
+            self._count("reduce_scatter", axis, num_ranks, num_bytes)
+        self.streams.scatter(axis, num_ranks, num_bytes, rearranged)
+
+    def average(self, num_ranks: int, num_bytes: int) -> None:
+        """All-reduce the result of the last reduce-scatter over the ranks that hold the same shards."""
+        self._count("all_reduce", "replicate", num_ranks, num_bytes)
+        self.streams.average(num_ranks, num_bytes)
 
     def offload(self, num_bytes: int) -> None:
         """Wait for the previous block's copies to host memory, then start this block's."""
@@ -262,21 +263,21 @@ class Streams:
         else:
             self._gathers_may_start = max(self._gathers_may_start, self._now)
 
-    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int, rearranged: int) -> None:
-        layout, rates = self._layout, self._rates
+    def scatter(self, axis: Axis, num_ranks: int, num_bytes: int, rearranged: int) -> None:
         if self._last_scatter_end is not None:  # wait until its buffer is released
             self._wait_until(self._last_scatter_end)
-        self._copy(scattered + rearranged)
+        self._copy(num_bytes + rearranged)
         self._scatters_end = max(self._scatters_end, self._now)
         if num_ranks > 1:
-            seconds = rates.collective("reduce_scatter", layout, axis, num_ranks, scattered)
+            seconds = self._rates.collective("reduce_scatter", self._layout, axis, num_ranks, num_bytes)
             self._scatters_end += seconds
             self._add_communication(seconds)
         self._last_scatter_end = self._scatters_end
-        if layout.replicate > 1 and reduced:
-            seconds = rates.collective("all_reduce", layout, "replicate", layout.replicate, reduced)
-            self._all_reduces_end = max(self._all_reduces_end, self._scatters_end) + seconds
-            self._add_communication(seconds)
+
+    def average(self, num_ranks: int, num_bytes: int) -> None:
+        seconds = self._rates.collective("all_reduce", self._layout, "replicate", num_ranks, num_bytes)
+        self._all_reduces_end = max(self._all_reduces_end, self._scatters_end) + seconds
+        self._add_communication(seconds)
 
     def offload(self, num_bytes: int) -> None:
         self._wait_for_host_copies(self._host_copies_end)

@@ -69,7 +69,7 @@ class Rates:
         Ranks are numbered along `shard` first.  Traffic between nodes goes through each rank's own NIC.  A
         ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
         """
-        stride = {"replicate": layout.shard, "outer": layout.expert}.get(axis, 1)
+        stride = {"replicate": layout.num_ranks // num_ranks, "outer": layout.expert}.get(axis, 1)
         per_node = max(1, min(num_ranks, self.ranks_per_node // stride))
         num_nodes = -(-num_ranks // per_node)
         rounds = 2 if operation == "all_reduce" else 1

@@ -9,7 +9,7 @@ The rules, as torch documents them for `torch.distributed.fsdp.fully_shard` and 
 3. Before its backward pass, they are gathered again where they are not there, and then the unit that ran before it is
    gathered ahead, or as many units as `prefetch_backward` says.
 4. After its backward pass, they are freed, and its gradients are copied into a buffer and reduce-scattered, one unit at
-   a time.  Each replica then all-reduces its shard.  Before the last micro-batch, gradients are kept unsharded and
+   a time.  Ranks with equal shards then all-reduce them.  Before the last micro-batch, gradients are kept unsharded and
    added up instead, or reduced without the all-reduce (`fsdp.accumulate=sharded`).
 5. Units whose inputs need no gradient, such as the embedding and the root, do so when the backward pass has ended.
 
@@ -39,6 +39,8 @@ class Part:
         division = layout.division(parameters[0])
         self.axis: Axis = "outer" if division.expert > 1 else "shard"
         self.num_ranks = division.parts
+        self.num_copies = layout.num_ranks // (division.parts * division.expert)
+        """Number of ranks that hold the same shards: the replicas, or more."""
         self.reshard = reshard
         self.is_read_in_backward = not (info.is_embedding_unit and layout.reshard_after_backward)
         self._measure(parameters, layout)
@@ -53,7 +55,7 @@ class Part:
         self.accumulated = 0
         """Size of the unsharded gradients of earlier micro-batches."""
         self.delayed = 0
-        """Size of a reduced buffer that waits for its all-reduce over the replicas."""
+        """Size of a reduced buffer that waits for its all-reduce."""
         self.has_gradient_shards = False
 
     def _measure(self, parameters: Sequence[ParameterInfo], layout: Layout) -> None:
@@ -350,18 +352,20 @@ class Step:
 
         scattered = part.reduced // part.num_ranks
         rearranged = part.rearranged_gradients * size // layout.param_size
-        ledger.reduce(part.axis, part.num_ranks, part.reduced, scattered if is_last else 0, rearranged)
+        ledger.scatter(part.axis, part.num_ranks, part.reduced, rearranged)
+        if is_last and part.num_copies > 1:
+            ledger.average(part.num_copies, scattered)
         ledger.allocate("reduction buffers", scattered)
         shards = 0 if layout.cpu_offload else part.gradient_shards
         is_cast = scattered != part.gradient_shards
         if is_cast:
             ledger.use("reduction buffers", shards)
-        # With replicas, the result is in use until its all-reduce is done, which the last micro-batch issues.
-        is_delayed = layout.replicate > 1 and (not is_last or (is_cast and not layout.cpu_offload))
+        # The result is in use until its all-reduce is done, which the last micro-batch issues.
+        is_delayed = part.num_copies > 1 and (not is_last or (is_cast and not layout.cpu_offload))
         ledger.free("reduction buffers", part.delayed)
         part.delayed = scattered if is_delayed else 0
         ledger.free("reduction buffers", scattered - part.delayed)
-        if not part.has_gradient_shards and (is_last or layout.replicate == 1):
+        if not part.has_gradient_shards and (is_last or part.num_copies == 1):
             ledger.allocate("gradients", shards)
             part.has_gradient_shards = True
 
@@ -413,5 +417,6 @@ class Step:
         while self._buckets and not self._buckets[0].pending_units:
             bucket = self._buckets.popleft()
             self.ledger.allocate("gradients", bucket.buffer)
-            self.ledger.reduce("shard", 1, bucket.buffer, bucket.buffer, 0)
+            self.ledger.scatter("shard", 1, bucket.buffer, 0)
+            self.ledger.average(self.layout.replicate, bucket.buffer)
             self.ledger.free("gradients", bucket.gradients)
