@@ -31,13 +31,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.config.command_line import SettingsParser, missing_recipe_error
 from trainer.config.load import load_config
 from trainer.config.parallel import (
+    MeshShape,
     advice_on_shards,
     resolve_context_method,
     resolve_expert_method,
@@ -120,22 +121,8 @@ def _plan(parser: SettingsParser, argv: Sequence[str]) -> int:
             return EXIT_FINISHED
     memory_gib = options.memory_gib or config.run.memory_gib
     machine = find_machine(options.device, memory_gib, options.ranks_per_node, options.network_gbps)
-    if options.imbalance < 1:
-        rule = "must be at least 1, since the busiest rank has at least the mean"
-        raise setting_error("imbalance", options.imbalance, rule, 1)
     machine = replace(machine, imbalance=options.imbalance)
-    config = without_data(config)
-    num_ranks = options.ranks or default_num_ranks(config, machine)
-    mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
-    for resolve_method in (resolve_context_method, resolve_expert_method):
-        config = resolve_method(config, min(num_ranks, machine.rates.ranks_per_node))
-    check_sharding(config, mesh.shard)
-    for advice in (
-        mesh.straddling_warning(min(num_ranks, machine.rates.ranks_per_node)),
-        advice_on_shards(config, mesh),
-    ):
-        if advice:
-            print_stderr(f"warning: {advice}")
+    config, mesh = _on_mesh(without_data(config), options.ranks, machine)
     try:
         choice = fastest_choice(config, mesh, machine) if auto_settings(config) else None
     except NothingFits as error:
@@ -147,14 +134,32 @@ def _plan(parser: SettingsParser, argv: Sequence[str]) -> int:
         plan = with_generation(plan, options.workload)
     _show(plan, choice, options)
     if not options.as_json:
-        for line in (*advice_on_balance(plan), *(advice_on_experts(plan) if choice is None else ())):
+        for line in _advice(plan, choice, options):
             print_stdout(line)
-    if plan.fits:
-        return EXIT_FINISHED
-    if not options.as_json:
+    return EXIT_FINISHED if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _on_mesh(config: RunConfig, num_ranks: int | None, machine: Machine) -> tuple[RunConfig, MeshShape]:
+    """Return the configuration with the methods of its axes resolved, and its mesh; print warnings about the mesh."""
+    num_ranks = num_ranks or default_num_ranks(config, machine)
+    ranks_per_node = min(num_ranks, machine.rates.ranks_per_node)
+    mesh = check_config(config, num_ranks, ranks_per_node)
+    config = resolve_expert_method(resolve_context_method(config, ranks_per_node), ranks_per_node)
+    check_sharding(config, mesh.shard)
+    for warning in (mesh.straddling_warning(ranks_per_node), advice_on_shards(config, mesh)):
+        if warning:
+            print_stderr(f"warning: {warning}")
+    return config, mesh
+
+
+def _advice(plan: Plan, choice: PlannedChoice | None, options: _Options) -> Iterator[str]:
+    """Yield lines on what other settings would change."""
+    yield from advice_on_balance(plan)
+    if choice is None:
+        yield from advice_on_experts(plan)
+    if not plan.fits:
         found = remedies(plan) if plan.generation is None else advice_on_workload(plan, options.workload)
-        print_stdout("\n".join(found or ["no single change of settings would make it fit"]))
-    return EXIT_DOES_NOT_FIT
+        yield from found or ["no single change of settings would make it fit"]
 
 
 def _show(plan: Plan, choice: PlannedChoice | None, options: _Options) -> None:
@@ -219,6 +224,8 @@ def _parse_number(key: str, text: str, kind: type[int] | type[float]) -> float:
         value = kind(text)
     except ValueError:
         value = 0
+    if key == "imbalance" and value < 1:
+        raise setting_error(key, text, "must be at least 1, since the busiest rank has at least the mean", 1)
     if not 0 < value < float("inf"):
         rule = "must be a whole number above 0" if kind is int else "must be a number above 0"
         raise setting_error(

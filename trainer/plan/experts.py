@@ -9,9 +9,7 @@ from dataclasses import replace
 
 from trainer.config.parallel import (
     MeshShape,
-    check_expert,
     expert_parallel_choices,
-    expert_sizes,
     resolve_expert_method,
     with_expert,
 )
@@ -32,13 +30,6 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
 
     The first lines warn if padding enlarges the experts by more than half, and suggest a smaller `mesh.shard` if it
     fits and makes steps shorter.
-
-    FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
-    Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
-    FSDP gathers the layer's 3 D F E weights twice at 2 bytes each and reduces their gradients at 4 bytes each, and this
-    traffic is spread over the NICs of a node's R ranks.  Expert parallelism exchanges A rows of D numbers per token six
-    times at 2 bytes each, and each rank uses its own NIC.  So between nodes, expert parallelism sends less than FSDP if
-    a micro-batch has fewer than 2 F E / (A R) tokens.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.spec.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -48,36 +39,35 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     if (replicated := _more_replicas(plan)) is not None:
         yield (
             f"experts: mesh.shard={replicated.mesh.shard} mesh.replicate={replicated.mesh.replicate} would take "
-            f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and "
-            f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: the number of "
-            f"experts is not a multiple of {shard}, so FSDP shards other dimensions, which takes an extra copy of the "
-            "weights and gradients"
+            f"{_compared(replicated, plan)}: the number of experts is not a multiple of {shard}, so FSDP shards other "
+            "dimensions, which takes an extra copy of the weights and gradients"
         )
-    num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
-    break_even = tokens_at_break_even(plan)
-    comparison = ""
-    if break_even is not None:
-        comparison = f" ({num_tokens:,} tokens per micro-batch; the break-even point is {break_even:,.0f})"
     alternatives = list(_alternatives(plan))
-    if not alternatives:
-        yield _explain_impossibility(plan)
-        return
     fitting = [other for other in alternatives if other.fits]
-    if plan.fits and not fitting:
+    if not alternatives:
+        yield "experts: none of the sizes of mesh.expert can divide them among these ranks"
+    elif plan.fits and not fitting:
         least = min(alternatives, key=lambda other: other.needed_gib)
         yield (
             "experts: dividing them among ranks (mesh.expert) would not fit in memory: at least "
             f"{least.needed_gib:.4g} GiB, with mesh.expert={least.config.expert}, instead of {plan.needed_gib:.4g}"
         )
-        return
-    best = min(fitting or alternatives, key=lambda other: other.time.total_s)
-    if plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s:
-        yield f"experts: dividing them among ranks (mesh.expert) would not make the step shorter{comparison}"
-        return
-    yield (
-        f"experts: mesh.expert={best.config.expert} mesh.expert_method={best.config.mesh.expert_method} would take "
-        f"{best.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and {best.needed_gib:.4g} GiB instead "
-        f"of {plan.needed_gib:.4g}{comparison}"
+    else:
+        best = min(fitting or alternatives, key=lambda other: other.time.total_s)
+        if plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s:
+            yield "experts: dividing them among ranks (mesh.expert) would not make the step shorter"
+        else:
+            mesh = best.config.mesh
+            yield (
+                f"experts: mesh.expert={mesh.expert} mesh.expert_method={mesh.expert_method} would take "
+                f"{_compared(best, plan)}"
+            )
+
+
+def _compared(other: Plan, plan: Plan) -> str:
+    return (
+        f"{other.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and {other.needed_gib:.4g} GiB "
+        f"instead of {plan.needed_gib:.4g}"
     )
 
 
@@ -91,19 +81,6 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
         f"experts: model.balance takes an extra forward pass for each of {plan.num_micro_batches} micro-batches: "
         f"{plan.time.total_s:.3g} s per step instead of {without.total_s:.3g} with model.balance_shares=last"
     )
-
-
-def tokens_at_break_even(plan: Plan) -> float | None:
-    """Return 2 F E / (A R) (see `advice_on_experts`).
-
-    Returns None if all shards are in one node, or if the configuration lacks the values to compute it.
-    """
-    num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
-    layers = [sum(p.numel for p in unit.parameters if p.is_expert) for unit in plan.trace.units]
-    per_node = plan.machine.rates.ranks_per_node
-    if not num_chosen or not dim or not any(layers) or plan.mesh.shard <= per_node:
-        return None
-    return 2 * max(layers) / (3 * dim * num_chosen * per_node)
 
 
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
@@ -126,20 +103,6 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
         yield make_plan(config, plan.mesh, plan.machine, plan.probe.with_config(config))
-
-
-def _explain_impossibility(plan: Plan) -> str:
-    """Return a line on why none of `expert_sizes` is possible: the rule that the smallest one breaks."""
-    per_node, model = plan.machine.rates.ranks_per_node, build_network(plan.config)
-    sizes = expert_sizes(per_node)
-    config = resolve_expert_method(with_expert(plan.config, sizes[0], "auto"), per_node)
-    reason = ""
-    try:
-        check_expert(config, plan.mesh, per_node)
-        check_experts(model, config.spec, find_units(model, config.spec, config.fsdp.wrap), config, plan.mesh.shard)
-    except UserError as error:
-        reason = f": {str(error).splitlines()[0]}"
-    return f"experts: of the sizes of mesh.expert ({', '.join(map(str, sizes))}) none is possible{reason}"
 
 
 def _more_replicas(plan: Plan) -> Plan | None:
