@@ -22,10 +22,12 @@ WORKERS = 3
 BESIDE = (
     "tests/exactness",
     "tests/model/test_sharding.py::test_gradients_are_reduced_in_the_planned_dtype",
+    "tests/plan/test_plan.py",
     "tests/checkpoint/test_dcp.py",
     "tests/checkpoint/test_failing_ranks.py",
 )
-"""Slow tests that run as well: results on several ranks, what torch sends between them, and what it calls in a save."""
+"""Slow tests that run as well: results on several ranks, what torch sends between them, whether plans foretell that and
+the memory, and what torch calls in a save."""
 
 
 def main(argv: Sequence[str]) -> int:
