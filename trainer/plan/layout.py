@@ -46,6 +46,7 @@ class Layout:
     reduce_size: int
     """Bytes per element of a gradient when it is reduced."""
     cpu_offload: bool = False
+    """Whether shards are in host memory, apart from the device's."""
     has_reference_model: bool = False
     """Whether there is a frozen copy of the model, sharded the same way."""
     teacher: Teacher | None = None
@@ -85,7 +86,9 @@ class Layout:
         return self.divisions.get(parameter.name) or Division(0, self.shard)
 
 
-def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length: float) -> Layout:
+def layout_of(
+    config: RunConfig, trace: Trace, mesh: MeshShape, attended_length: float, device_type: str
+) -> Layout:
     """Return the layout of the units of `trace` on `mesh`, according to `config`.
 
     attended_length: see `Probe.attended_length`.
@@ -110,7 +113,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length:
         (*reshard, setting == "always"),
         param_size=_SIZES[fsdp.param_dtype],
         reduce_size=_SIZES[fsdp.reduce_dtype],
-        cpu_offload=fsdp.cpu_offload,
+        cpu_offload=fsdp.cpu_offload and device_type != "cpu",
         has_reference_model=config.has_reference_model,
         teacher=teacher_of(config, mesh.shard, attended_length),
         context=config.context,

@@ -175,7 +175,8 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     train = config.train
     offload = offloaded_fraction(train.offload_activations)
     trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, offload)
-    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh, probe.attended_length), probe)
+    layout = layout_of(config, trace, mesh, probe.attended_length, machine.device_type)
+    return Plan(config, mesh, machine, trace, layout, probe)
 
 
 def without_data(config: RunConfig) -> RunConfig:
