@@ -299,14 +299,14 @@ def test_auto_equals_an_exhaustive_search() -> None:
 def test_if_nothing_fits_the_message_has_what_would(tmp_path: Path) -> None:
     asked = ["recipe=llama_small", "ranks=4", "device=h100", "model.dim=1024", "train.global_batch_size=64"]
     asked += ["fsdp.accumulate=unsharded", "fsdp.reshard_after_forward=auto", "train.micro_batch_size=1"]
-    code, _, err = meshtrainer("plan", *asked, "memory_gib=1.165")
+    code, _, err = meshtrainer("plan", *asked, "memory_gib=1.15")
     assert code == 3
     found = re.findall(r"^ *would fit: ([\w.]+=\S+):", err, re.MULTILINE)
     assert found
     for advice in found:
         key = advice.partition("=")[0]
         changed = [item for item in asked if not item.startswith(f"{key}=")]
-        assert planned(*changed, advice, "memory_gib=1.165")["fits"]
+        assert planned(*changed, advice, "memory_gib=1.15")["fits"]
     refused = run(tmp_path / "run", "fsdp.reshard_after_forward=auto", "run.memory_gib=0.4001", "nproc=2", code=2)
     assert "0.4001" in refused.err
     assert not (tmp_path / "run" / "config.yaml").exists()

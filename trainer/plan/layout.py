@@ -86,9 +86,7 @@ class Layout:
         return self.divisions.get(parameter.name) or Division(0, self.shard)
 
 
-def layout_of(
-    config: RunConfig, trace: Trace, mesh: MeshShape, attended_length: float, device_type: str
-) -> Layout:
+def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length: float, device_type: str) -> Layout:
     """Return the layout of the units of `trace` on `mesh`, according to `config`.
 
     attended_length: see `Probe.attended_length`.

@@ -294,6 +294,11 @@ class Shortening:
         restored = [*events]
         for series in self._series:
             restored = self._with_copies(restored, series)
+        # What a block leaves behind, such as its experts' counts, is freed at the end of the backward pass.
+        left_behind = _net_bytes(restored) - _net_bytes(events)
+        end = _index_of_end(restored)
+        segment = restored[end].segment
+        restored[end] = replace(restored[end], segment=replace(segment, net=segment.net - left_behind))
         return restored
 
     def _with_copies(self, events: Sequence[Event], series: Series) -> list[Event]:
@@ -350,3 +355,12 @@ class Shortening:
                     yield f"{prefix}{original}.{rest}"
                 return
         yield name
+
+
+def _index_of_end(events: Sequence[Event]) -> int:
+    return next(number for number, event in enumerate(events) if event.kind == "end")
+
+
+def _net_bytes(events: Sequence[Event]) -> int:
+    """Return the bytes that are left when the backward pass has ended."""
+    return sum(event.segment.net for event in events[: _index_of_end(events) + 1])
