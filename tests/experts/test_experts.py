@@ -115,6 +115,27 @@ def test_wrong_experts_are_refused_before_the_first_step(method: list[str], tmp_
         assert "layers.1.moe.experts" in inflating
 
 
+def errors_when_recomputing(folder: Path, settings: list[str]) -> list[str]:
+    """Return the errors that end the starts with each `train.activation_checkpoint`; empty if they all start."""
+    make_no_plan()
+    dist.init_process_group("gloo")
+    found = []
+    for setting in settings:
+        trainer = Trainer(moe(folder / f"{len(found)}", *EXCHANGE, f"train.activation_checkpoint={setting}"))
+        try:
+            trainer.start()
+            trainer.close()
+        except Exception as error:
+            found.append(f"{setting}: {error}")
+    return found
+
+
+@pytest.mark.slow
+def test_check_passes_in_blocks_that_are_recomputed(tmp_path: Path) -> None:
+    """What the check computes in a forward pass must not count among what autograd saves for the backward pass."""
+    assert on_ranks(2, errors_when_recomputing, tmp_path, ["full", "selective", "budget:0.5"]) == [[], []]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # What they compute
 

@@ -217,6 +217,7 @@ class _Observations:
         if out_SD.requires_grad:
             out_SD.register_hook(replace_gradient)
 
+    @torch.no_grad()  # inside a block that is recomputed, autograd must save as many tensors in both passes
     def find_linear(self, module: nn.Module, args: Any, out_RD: torch.Tensor) -> None:
         """Find what doubles the outputs if it is doubled.  A forward hook."""
         if self.linear is not None:
@@ -227,9 +228,8 @@ class _Observations:
         trained = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
         inputs = tuple(arg.detach() for arg in args)
         for names in itertools.chain(itertools.combinations(trained, 1), itertools.combinations(trained, 2)):
-            with torch.no_grad():
-                doubled_RD = functional_call(module, {name: 2 * trained[name] for name in names}, inputs)
-            if (doubled_RD - 2 * out_RD.detach()).abs().max() <= 1e-2 * out_RD.abs().max():
+            doubled_RD = functional_call(module, {name: 2 * trained[name] for name in names}, inputs)
+            if (doubled_RD - 2 * out_RD).abs().max() <= 1e-2 * out_RD.abs().max():
                 self.linear.append(names)
 
 
