@@ -64,7 +64,6 @@ PRIVATE: dict[str, str] = {
     "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
     "_fsdp_param_groups": f"{STATE} self._fsdp_param_group",
     "_fsdp_param_group": f"{STATE} self._fsdp_param_group",
-    "_auto_reshard_after_forward": f"{STATE} self._auto_reshard_after_forward:",
     f"{FSDP}._fsdp_param.FSDPParam": f"{FSDP}._fsdp_param:FSDPParam._get_grad_inner_tensor",
     "_module_info": f"{FSDP}._fsdp_param:FSDPParam self._module_info.param_name",
     "_setattr_on_modules": f"{FSDP}._fsdp_param:FSDPParam._setattr_on_modules",

@@ -73,6 +73,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 _gathered_models: WeakSet[nn.Module] = WeakSet()
 
+_after_forward: WeakKeyDictionary[nn.Module, bool | int] = WeakKeyDictionary()
+"""What `fully_shard` was told about resharding each module after its forward pass."""
+
+
+def record_resharding(module: nn.Module, reshard_after_forward: bool | int) -> None:
+    """Record what `fully_shard` was told about `module`, so that `gathered` can restore it; FSDP does not tell."""
+    _after_forward[module] = reshard_after_forward
+
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
@@ -82,38 +90,34 @@ def gathered(model: nn.Module) -> Iterator[None]:
             completions = generate_batch(trainer.model, prompts, max_tokens=256)
 
     Every rank then holds the full model in `fsdp.param_dtype`, in addition to its shards: 16 GB for 8 billion
-    parameters in bfloat16.  Experts divided among ranks (`mesh.expert`) are not gathered.  No-op for an unsharded
-    model.  Only for forward passes without gradients: do not update the weights inside the block, since the gathered
-    copies would not change.  The units are resharded afterwards.
+    parameters in bfloat16.  Experts divided among ranks (`mesh.expert`) are not gathered, and neither are units that
+    reshard to a number of ranks after a forward pass, since FSDP could not be told that number again: they are gathered
+    in each forward pass, as outside the block.  No-op for an unsharded model.  Only for forward passes without
+    gradients: do not update the weights inside the block, since the gathered copies would not change.  The units are
+    resharded afterwards.
 
-    Collective: one all-gather per unit at the start of the block.  Forward passes inside it have no collectives, except
-    those of divided experts, so the ranks may run different numbers of them.
+    Collective: one all-gather per unit at the start of the block.  Unless `forward_is_collective`, as it is with units
+    or experts that are not gathered, the ranks may run different numbers of forward passes inside it.
     """
-    modules = _fsdp_modules(model)
-    if model in _gathered_models or not modules:
+    if model in _gathered_models or not _fsdp_modules(model):
         yield
         return
-    groups: list[Any] = []
-    resharding = []
-    """The mesh to which each group reshards after a forward pass, or None if it stays gathered."""
-    for module in modules:
-        # True for the root by default: FSDP keeps it gathered, but decides so only in its first forward pass.
-        stays_gathered = module._get_fsdp_state()._auto_reshard_after_forward
-        for group in fsdp_param_groups(module):
-            groups.append(group)
-            resharding.append(None if stays_gathered else group.post_forward_mesh_info)
+    modules = [module for module in _fsdp_modules(model) if _can_stay_gathered(module)]
     _gathered_models.add(model)
     try:
         for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
-        for group in groups:
-            group.post_forward_mesh_info = None  # `set_reshard_after_forward` could not restore a number of ranks
         yield
     finally:
         _gathered_models.discard(model)
-        for group, info in zip(groups, resharding, strict=True):
-            group.post_forward_mesh_info = info
+        for module in modules:
+            module.set_reshard_after_forward(bool(_after_forward[module]), recurse=False)
         reshard(model)
+
+
+def _can_stay_gathered(module: FSDPModule) -> bool:
+    return isinstance(_after_forward[module], bool)  # `set_reshard_after_forward` could not restore a number of ranks
 
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
@@ -131,8 +135,10 @@ def forward_is_collective(model: nn.Module) -> bool:
     """Return whether a forward pass of `model` has collectives, so that all ranks must call it together."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
-    is_sharded = model not in _gathered_models and bool(_fsdp_modules(model))
-    return is_sharded or any(hasattr(module, GROUP_ATTRIBUTE) for module in model.modules())
+    modules = _fsdp_modules(model)
+    if model in _gathered_models:
+        modules = [module for module in modules if not _can_stay_gathered(module)]
+    return bool(modules) or any(hasattr(module, GROUP_ATTRIBUTE) for module in model.modules())
 
 
 _fsdp_modules_of: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()

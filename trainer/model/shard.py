@@ -32,6 +32,7 @@ from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
 from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
+from trainer.model.gradients import record_resharding
 from trainer.model.network import build_network, storage_dtype
 from trainer.model.offload import ActivationOffload
 from trainer.model.parameters import record_split_mesh
@@ -191,24 +192,25 @@ def _shard(
         record_split_mesh(two_axes, mesh)
         return two_axes
 
-    def shard(modules: Sequence[nn.Module], reshard_after_forward: bool | int | None, is_root: bool = False) -> None:
-        after_forward = True if reshard_after_forward is None else reshard_after_forward  # None leaves it to FSDP
+    def shard(modules: Sequence[nn.Module], after_forward: bool | int, is_root: bool = False) -> None:
         row_shards = row_shards_of(modules, lambda stack: division(after_forward, stack).ranks_per_matrix, split)
         fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=after_forward,
             mp_policy=policy(is_root=is_root),
             offload_policy=offload,
             shard_placement_fn=partial(placement, after_forward),
         )
         apply_row_shards(cast(FSDPModule, modules[0]), row_shards)
+        for module in modules:
+            record_resharding(module, after_forward)
 
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
             shard(unit.modules, after_forward)
-        root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
-        shard([model], root_reshards, is_root=True)
+        # By default, the root stays gathered: its parameters are usually used first and last.
+        shard([model], config.fsdp.reshard_after_forward == "always", is_root=True)
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
 
