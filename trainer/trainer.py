@@ -194,7 +194,7 @@ class Trainer:
         def build_sharded() -> tuple[torch.nn.Module, list[ShardUnit]]:
             model = build_network(config)
             ties = tied_names(model)
-            units = apply_sharding(model, spec, config, self.mesh, self.expert_mesh, self.world.split_mesh)
+            units = apply_sharding(model, spec, config, self.mesh, self.expert_mesh, self.world.copy_mesh)
             if config is self.config:
                 self.units, self.ties = units, ties
             return model, units

@@ -187,6 +187,8 @@ _EXACT = ("model.balance=0.1", "model.balance_shares=exact", "model.sequence_bal
 _MUON = ("optim.muon.dtype=float32",)
 """The iteration in bfloat16, the default, makes weights that differ by rounding differ by 4e-5 three steps later."""
 _NORMUON = ("optim.muon.variant=normuon",)
+_FEW_EXPERTS = ("model.num_experts=2", "model.num_chosen=1")
+"""Fewer than ranks, so that each expert has copies."""
 _GROUPS = (
     "optim.groups=[{{match: '*norm*', lr: 1e-3, weight_decay: 0.3}}, {{match: 'head.output*', weight_decay: 0.0}}]",
 )
@@ -232,6 +234,17 @@ ROWS = [
     Row("context by heads", features=("masked",), mesh=("mesh.context=2", "mesh.context_method=heads")),
     Row("experts by exchange", "qwen3_moe", overrides=_RAGGED, mesh=_EXCHANGE, ranks=4),
     Row("experts by gather", "deepseek_v3", overrides=(*_RAGGED, "model.balance_rate=0.01"), mesh=_GATHER),
+    Row("few experts", "qwen3_moe", ("sharded",), (*_RAGGED, *_FEW_EXPERTS), ranks=4),
+    Row("few experts, 8 ranks", "qwen3_moe", ("cpu_offload",), _RAGGED, ranks=8, everyday=False),
+    Row(
+        "few experts, replicas and muon",
+        "qwen3_moe",
+        ("muon", "ema"),
+        (*_RAGGED, *_FEW_EXPERTS, *_MUON),
+        mesh=("mesh.replicate=2",),
+        ranks=8,
+        everyday=False,
+    ),
     Row("experts of transformers", "hf_mixture", overrides=_RAGGED, mesh=_EXCHANGE),
     Row("biases of experts", "qwen3_moe", overrides=(*_RAGGED, *_BALANCE), mesh=_EXCHANGE),
     Row("exact shares of experts", "qwen3_moe", ("full",), (*_RAGGED, *_EXACT), mesh=("mesh.context=2",)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -64,7 +65,8 @@ def _long(row: Row, ranks: int, mesh: tuple[str, ...]) -> Case:
     if not any(item.startswith("optim.lr=") for item in row.overrides):
         # At the default rate rounding grows: after twenty steps, the norm of qwen3_next would differ by 2e-3.
         row = replace(row, overrides=(*row.overrides, "optim.lr=1e-4"))
-    return Case(row, ranks, mesh, steps=20, saved_step=10, sequences=12, rounding=10, resumes_anew=True)
+    sequences = math.lcm(12, ranks)
+    return Case(row, ranks, mesh, steps=20, saved_step=10, sequences=sequences, rounding=10, resumes_anew=True)
 
 
 def _campaign() -> Iterator[Case]:

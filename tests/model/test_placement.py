@@ -11,9 +11,9 @@ import torch
 
 from tests.helpers.launch import on_ranks
 from trainer import Trainer, load_config
-from trainer.distributed.world import split_last_axis
-from trainer.model.parameters import division_of, local, local_box, mesh_of, record_split_mesh
-from trainer.model.placement import Division, choose_dim, choose_ranks_per_matrix, divide
+from trainer.distributed.world import make_copy_mesh
+from trainer.model.parameters import copied_from, division_of, local, local_box, num_copies, record_copies
+from trainer.model.placement import Division, choose_copies, choose_dim, divide
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, without_data
 
@@ -43,19 +43,21 @@ def test_the_dimension_that_wastes_least(shape: tuple[int, ...], parts: int, num
     ("shape", "parts", "num_dims", "expected"),
     [
         ((128, 768, 2048), 512, 3, 4),
+        ((128, 768, 2048), 1024, 3, 1),  # in eight copies its memory would be eight times as large; columns divide
+        ((128, 2880, 2880), 1024, 3, 8),  # nothing divides: the alternative is as much padding
         ((128, 768, 2048), 512, 2, 4),  # rows stay whole
-        ((128, 768, 2048), 512, 1, 1),
+        ((128, 768, 2048), 512, 1, 1),  # each unit reshards to a number of ranks
         ((128, 2048, 768), 64, 3, 1),
         ((128, 2048, 768), 128, 3, 1),
         ((128, 768, 2048), 192, 3, 1),
-        ((2, 3, 8), 4, 3, 1),  # three rows are odd
-        ((1, 8, 8), 4, 3, 4),
+        ((2, 3, 8), 4, 3, 2),
+        ((1, 8, 8), 4, 3, 1),  # a single matrix
         ((0, 8, 8), 4, 3, 1),
-        ((2, 8), 4, 2, 1),  # a single matrix
+        ((2, 8), 4, 2, 1),
     ],
 )
-def test_ranks_among_which_a_matrix_is_split(shape: tuple[int, ...], parts: int, num_dims: int, expected: int) -> None:
-    assert choose_ranks_per_matrix(shape, parts, num_dims) == expected
+def test_copies_of_a_stack_of_few_matrices(shape: tuple[int, ...], parts: int, num_dims: int, expected: int) -> None:
+    assert choose_copies(shape, parts, num_dims) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_the_parts_of_all_ranks_make_up_the_whole(shape: tuple[int, ...], shard:
     counted = torch.zeros(shape, dtype=torch.int64)
     for rank in range(shard):
         counted[tuple(slice(*span) for span in division.box(shape, rank))] += 1
-    assert counted.eq(1).all()
+    assert counted.eq(division.copies).all()
     gathered = division.gathered_numel(shape)
     assert gathered * expert >= counted.numel()
     assert gathered % division.parts == 0
@@ -93,12 +95,11 @@ FEW = [
 ]
 
 
-def parts_held(folder: Path, expert_dim: int) -> list[str]:
+def parts_held(folder: Path, *overrides: str) -> tuple[list[str], str]:
     """Return what differs between what the ranks hold, and what the planner says that they hold; and how."""
-    config = load_config(
-        "qwen3_moe_small", [*FEW, f"model.expert_dim={expert_dim}", "mesh.shard=4", f"run.dir={folder}"]
-    )
+    config = load_config("qwen3_moe_small", [*FEW, *overrides, f"run.dir={folder}"])
     trainer = Trainer(config)
+    trainer.start()  # checks that copies are equal, and that there are no other parameters than shards
     plan = make_plan(without_data(config), trainer.shape, find_machine("cpu"))
     rank, found = trainer.mesh.get_local_rank("shard"), []
     for name, parameter in trainer.model.named_parameters():
@@ -109,25 +110,22 @@ def parts_held(folder: Path, expert_dim: int) -> list[str]:
             found.append(f"{name} {box}")
         if division_of(parameter) != division or local_box(parameter) != box:
             found.append(f"{name}: {division_of(parameter)} {local_box(parameter)}")
-    held = {
-        name.rpartition(".")[2]: (division.dim, division.ranks_per_matrix)
-        for name, division in plan.layout.divisions.items()
-        if "exp" in name
-    }
+    held = {name.rpartition(".")[2]: division for name, division in plan.layout.divisions.items() if "exp" in name}
     trainer.close()
-    return [*found, f"w1 {held['w1']}, w2 {held['w2']}"]
+    return found, f"w1 {held['w1'].dim} x {held['w1'].copies}, w2 {held['w2'].dim} x {held['w2'].copies}"
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("expert_dim", "expected"),
+    ("overrides", "ranks", "expected"),
     [
-        (26, "w1 (0, 2), w2 (0, 2)"),  # each of the two experts is split by rows between two ranks
-        (25, "w1 (2, 1), w2 (0, 2)"),  # 25 rows are odd
+        (["mesh.shard=4"], 4, "w1 0 x 2, w2 0 x 2"),  # each of the two experts is on two ranks
+        (["mesh.shard=4", "mesh.replicate=2"], 8, "w1 0 x 2, w2 0 x 2"),
+        (["mesh.shard=4", "model.num_experts=3", "model.expert_dim=25"], 4, "w1 2 x 1, w2 1 x 1"),  # 25 rows are odd
     ],
 )
-def test_ranks_hold_what_is_planned(tmp_path: Path, expert_dim: int, expected: str) -> None:
-    assert on_ranks(4, parts_held, tmp_path, expert_dim) == [[expected]] * 4
+def test_ranks_hold_what_is_planned(tmp_path: Path, overrides: list[str], ranks: int, expected: str) -> None:
+    assert on_ranks(ranks, parts_held, tmp_path, *overrides) == [([], expected)] * ranks
 
 
 def test_division_of_a_whole_tensor_is_one_part() -> None:
@@ -139,23 +137,23 @@ def of_tensor_parallelism(folder: Path) -> list[object]:
     """Return what is known of a matrix that is divided by rows and columns, as by torch's RowwiseParallel and FSDP."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     matrix = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0), Shard(1)])
     row, column = divmod(dist.get_rank(), 2)
     assert local_box(matrix) == ((4 * row, 4 * row + 4), (4 * column, 4 * column + 4))
-    first, second = (split_last_axis(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), 2) for _ in range(2))
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-    record_split_mesh(first, whole)
-    record_split_mesh(second, whole)
+    first, second = make_copy_mesh(whole, 2), make_copy_mesh(whole, 2)
+    record_copies(first, whole)
+    record_copies(second, whole)
     del first  # as when the first of two equal trainers is collected
     gc.collect()
-    stack = distribute_tensor(torch.ones(2, 4, 4), second, [Shard(0), Shard(1)])
-    return [division_of(matrix), division_of(stack), mesh_of(stack) == whole]
+    stack = distribute_tensor(torch.ones(2, 4, 4), second, [Replicate(), Shard(0)])
+    return [division_of(matrix), division_of(stack), num_copies(stack), copied_from(stack) == whole]
 
 
 @pytest.mark.slow
 def test_divisions_of_two_axes_are_told_apart(tmp_path: Path) -> None:
-    assert on_ranks(4, of_tensor_parallelism, tmp_path) == [[None, Division(0, 4, ranks_per_matrix=2), True]] * 4
+    assert on_ranks(4, of_tensor_parallelism, tmp_path) == [[None, Division(0, 2, copies=2), 2, True]] * 4

@@ -17,13 +17,11 @@ import torch
 import torch.nn.attention.varlen  # registers its operator
 import torch.utils._python_dispatch
 from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from tests.helpers.launch import REPOSITORY
 
 SDPA = "torch:ops.aten._scaled_dot_product"
 FSDP = "torch.distributed.fsdp._fully_shard"
-STATE = f"{FSDP}._fsdp_state:FSDPState"
 
 PRIVATE: dict[str, str] = {
     # tensors, storages, operators
@@ -61,14 +59,7 @@ PRIVATE: dict[str, str] = {
     "_dump_nccl_trace": "torch._C:_distributed_c10d",  # itself only in builds with NCCL
     "_dump_nccl_trace_json": "torch._C:_distributed_c10d",
     "_set_pg_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
-    "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
-    "_fsdp_param_groups": f"{STATE} self._fsdp_param_group",
-    "_fsdp_param_group": f"{STATE} self._fsdp_param_group",
-    f"{FSDP}._fsdp_param.FSDPParam": f"{FSDP}._fsdp_param:FSDPParam._get_grad_inner_tensor",
-    "_module_info": f"{FSDP}._fsdp_param:FSDPParam self._module_info.param_name",
-    "_setattr_on_modules": f"{FSDP}._fsdp_param:FSDPParam._setattr_on_modules",
     "_get_post_forward_mesh_info": f"{FSDP}._fully_shard:_get_post_forward_mesh_info",
-    "_spec": "torch.distributed.tensor:DTensor._spec",
     "_op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding",
     "_clear_DTensor_sharding_propagator_cache": "torch._C:_clear_DTensor_sharding_propagator_cache",
     f"{FSDP}._fully_shard": f"{FSDP}:_fully_shard",
@@ -159,5 +150,3 @@ def test_private_names_do_what_is_relied_upon() -> None:
     assert {"self", "mat2", "offs"} <= {each.name for each in torch.ops.aten._grouped_mm.default._schema.arguments}
     arguments = inspect.signature(_fully_shard._get_post_forward_mesh_info).parameters
     assert [*arguments][:2] == ["reshard_after_forward", "mesh_info"]
-    assigned = set(re.findall(r"self\.(\w+)", inspect.getsource(FSDPParam)))
-    assert {"sharded_size", "padded_sharded_param_size", "contiguous_sharded_stride", "_sharded_param_data"} <= assigned

@@ -326,12 +326,17 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     _check_no_partial_reshard(config)
 
 
+MAX_COPIES = 4
+"""A stack of experts that could be divided along another dimension has at most this many copies among the shards, since
+its memory grows by this factor."""
+
+
 def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
-    """Return a warning if sharding the experts needs padding or an extra copy; otherwise an empty string.
+    """Return a warning if sharding the experts needs padding, or copies in each gather; otherwise an empty string.
 
     With more shards than experts, FSDP must divide a dimension other than the first, which needs an additional copy of
-    weights and gradients.  If the number of shards is a multiple of the number of experts, each expert is split by rows
-    instead (`trainer.model.row_shards`), usually without a copy; but this is not possible with an integer
+    weights and gradients.  If the number of shards is a small multiple of the number of experts, several ranks hold the
+    same expert instead (`trainer.model.placement`); but this is not possible with an integer
     `fsdp.reshard_after_forward`.  With `mesh.expert`, each rank gathers only a few experts, which are cheap to copy.
     """
     num_experts = getattr(config.model, "num_experts", None)
@@ -339,7 +344,8 @@ def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
         return ""
     if config.mesh.expert != 1 or shape.shard <= num_experts:
         return ""
-    if shape.shard % num_experts == 0 and not config.fsdp.reshard_sizes:
+    copies, rest = divmod(shape.shard, num_experts)
+    if rest == 0 and copies <= MAX_COPIES and not config.fsdp.reshard_sizes:
         return ""
     shard = math.gcd(shape.shard, num_experts)
     return (

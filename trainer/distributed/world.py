@@ -42,19 +42,18 @@ from trainer.stopping import stop
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the two mesh axes, and of the context-parallel groups inside `shard`."""
-OUTER, EXPERT, INNER = "outer", "expert", "inner"
-"""Names of the axes into which `shard` is split: (outer, expert) for experts that are divided among ranks, or
-(outer, inner) for stacked parameters whose matrices are split by rows."""
+OUTER, EXPERT = "outer", "expert"
+"""Names of the axes into which `shard` is split for experts that are divided among ranks."""
+COPY, PART = "copy", "part"
+"""Names of the axes of stacks with fewer matrices than `shard` has ranks."""
 
 
-def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
-    """Return `mesh` with its last axis split into (outer, inner); each inner group has `num_inner` consecutive ranks.
+def make_copy_mesh(mesh: DeviceMesh, num_parts: int) -> DeviceMesh:
+    """Return a mesh (copy, part) of the ranks of `mesh`; each copy has `num_parts` consecutive ranks.
 
-    Collective: creates the process groups of all axes of the result.
+    Collective: creates the process groups of both axes.
     """
-    ranks = mesh.mesh.unflatten(-1, (-1, num_inner))
-    names = (*(mesh.mesh_dim_names or ())[:-1], OUTER, INNER)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, num_parts), mesh_dim_names=(COPY, PART))
 
 
 class World(Channel):
@@ -104,7 +103,7 @@ class World(Channel):
         # On a CPU the default group is a gloo group, and only the main thread uses it.
         use_default_group = self.owns_group and self.device.type == "cpu"
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, use_default_group)
-        self._split_meshes: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
+        self._copy_meshes: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
         if self.owns_group:
             self.monitor.processes = self.gather(this_process())
 
@@ -191,15 +190,15 @@ class World(Channel):
         self._set_timeouts(mesh, names)
         return mesh
 
-    def split_mesh(self, mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
-        """Return `split_last_axis(mesh, num_inner)`, whose groups get this run's timeout.
+    def copy_mesh(self, mesh: DeviceMesh, num_parts: int) -> DeviceMesh:
+        """Return `make_copy_mesh(mesh, num_parts)`, whose groups get this run's timeout.
 
         All ranks must call this.  Later calls with the same arguments return the same mesh.
         """
-        if (mesh, num_inner) not in self._split_meshes:
-            split = self._split_meshes[mesh, num_inner] = split_last_axis(mesh, num_inner)
-            self._set_timeouts(split, split.mesh_dim_names or ())
-        return self._split_meshes[mesh, num_inner]
+        if (mesh, num_parts) not in self._copy_meshes:
+            copies = self._copy_meshes[mesh, num_parts] = make_copy_mesh(mesh, num_parts)
+            self._set_timeouts(copies, (COPY, PART))
+        return self._copy_meshes[mesh, num_parts]
 
     def _set_timeouts(self, mesh: DeviceMesh, axes: Iterable[str]) -> None:
         for axis in axes:

@@ -43,7 +43,7 @@ from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.metrics.writers import warn
 from trainer.model.gradients import replicas_of, reshard
-from trainer.model.parameters import local_box, mesh_of, tied_names
+from trainer.model.parameters import copied_from, local_box, mesh_of, tied_names
 
 DATA = "data"
 """The entry in `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
@@ -189,12 +189,13 @@ def check_start(
     """Check parameters and data; if any rank finds problems, raise TrainingFailed with all of them on every rank.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
-    unsharded with its gradient averaged (`trainer.model.gradients`).  Some are on a mesh of their own, in which that
-    last axis is split in two (`record_split_mesh`), and must be sharded over both.  All ranks must have the same
-    meshes, and the same placement of each parameter; if every rank also holds the shape that follows from these, the
-    shards cover the parameter without overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  The
-    samples that the ranks read for the next step must be the global batch: each sample once, in order, or once per rank
-    that holds a slice of it.
+    unsharded with its gradient averaged (`trainer.model.gradients`).  Some are on a mesh of their own: one in which
+    that last axis is split in two (`record_split_mesh`), and must be sharded over both, or one of copies and parts
+    (`record_copies`), and must be sharded over the parts.  All ranks must have the same meshes, and the same placement
+    of each parameter; if every rank also holds the shape that follows from these, the shards cover the parameter
+    without overlap.  Replicas, copies, and frozen unsharded parameters, must be bitwise equal.  The samples that the
+    ranks read for the next step must be the global batch: each sample once, in order, or once per rank that holds a
+    slice of it.
 
     ties: groups of names, which must still be the same parameter.
     exempt: patterns of parameter names to skip, and `DATA`.
@@ -269,10 +270,13 @@ def _inspect(
         if is_trainable and not is_reduced:
             return f"{name} is not sharded, so its gradient is not reduced; {_expected_placement(mesh)}", None
         return "", _Part(name, f"{fact}, whole", parameter, None, world_size)
-    own_mesh, num_replicated = parameter.device_mesh, mesh.ndim - 1
+    own_mesh = parameter.device_mesh
+    is_copied = copied_from(parameter) == mesh
+    num_replicated = 1 if is_copied else mesh.ndim - 1
     outer, inner = parameter.placements[:num_replicated], parameter.placements[num_replicated:]
     is_sharded = all(isinstance(placement, (Shard, _StridedShard)) for placement in inner)
-    if mesh_of(parameter) != mesh or not is_sharded or not all(placement.is_replicate() for placement in outer):
+    is_on_mesh = is_copied or mesh_of(parameter) == mesh
+    if not is_on_mesh or not is_sharded or not all(placement.is_replicate() for placement in outer):
         placed = f"placed {parameter.placements} on {_describe_axes(own_mesh)}"
         # A frozen parameter may have any placement.
         return (f"{name} is {placed}; {_expected_placement(mesh)}" if is_trainable else ""), None

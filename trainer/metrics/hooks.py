@@ -30,7 +30,7 @@ from trainer.loss import IGNORE, row_losses
 from trainer.metrics.record import Record
 from trainer.metrics.step_metrics import Amount, Update
 from trainer.metrics.writers import Metrics
-from trainer.model.parameters import local
+from trainer.model.gradients import sum_of_squares
 from trainer.model.sample import Sampling, generate_batch
 from trainer.model.units import ShardUnit, parameters_by_unit
 from trainer.optim.ema import WeightAverage
@@ -127,8 +127,8 @@ class UnitNorms(Hook):
         """Return the squared norms over all ranks: each unit's gradients first, then each unit's weights."""
         device = torch.device(self._mesh.device_type)
         units = self._parameters.values()
-        gradients = [_sum_of_squares([p.grad for p in unit if p.grad is not None], device) for unit in units]
-        squares = torch.stack([*gradients, *(_sum_of_squares(unit, device) for unit in units)])
+        gradients = [sum_of_squares([p.grad for p in unit if p.grad is not None], device) for unit in units]
+        squares = torch.stack([*gradients, *(sum_of_squares(unit, device) for unit in units)])
         if self._mesh.size(self._mesh.ndim - 1) > 1:
             dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
         return list(squares.unbind())
@@ -170,14 +170,6 @@ class UnitNorms(Hook):
     def _by_unit(self, norms: Sequence[float]) -> dict[str, float | None]:
         finite = (norm if math.isfinite(norm) else None for norm in norms)
         return dict(zip(self._parameters, finite, strict=True))
-
-
-def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares over this rank's shards as a scalar on `device`, in float32."""
-    if not tensors:
-        return torch.zeros((), device=device)
-    norms = [torch.linalg.vector_norm(local(tensor.detach()), dtype=torch.float32) for tensor in tensors]
-    return torch.stack(norms).to(device).square().sum()
 
 
 class Samples(Hook):

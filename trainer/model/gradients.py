@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.config.schema import FsdpSection
 from trainer.errors import UserError
 from trainer.experts.dispatch import GROUP_ATTRIBUTE
-from trainer.model.parameters import local, mark_replicated
+from trainer.model.parameters import local, mark_replicated, num_copies
 from trainer.model.units import ShardUnit, parameters_by_unit
 
 
@@ -73,7 +73,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 _gathered_models: WeakSet[nn.Module] = WeakSet()
 
-_after_forward: WeakKeyDictionary[nn.Module, bool | int] = WeakKeyDictionary()
+_after_forward: WeakKeyDictionary[Any, bool | int] = WeakKeyDictionary()
 """What `fully_shard` was told about resharding each module after its forward pass."""
 
 
@@ -120,17 +120,6 @@ def _can_stay_gathered(module: FSDPModule) -> bool:
     return isinstance(_after_forward[module], bool)  # `set_reshard_after_forward` could not restore a number of ranks
 
 
-def fsdp_param_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP's parameter groups of a unit: usually one, or one per mesh if its parameters are on several.
-
-    A unit without parameters has none.
-    """
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
-
-
 def forward_is_collective(model: nn.Module) -> bool:
     """Return whether a forward pass of `model` has collectives, so that all ranks must call it together."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -152,34 +141,39 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @torch.no_grad()
-def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
-    """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
+def sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return this rank's share in the sum of squares of tensors, a scalar on `device`: at least in float32.
 
-    `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis, if it has several ranks;
-    replicas hold equal shards.  A non-finite gradient on any rank makes the norm non-finite on the whole `shard` axis
-    and, since gradients have been reduced over replicas, on every rank.
+    The sum over the ranks of the shard axis counts each element once, also in tensors of which they hold copies.
     """
-    device = torch.device(mesh.device_type)
-    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
-    squares = torch.stack(torch._foreach_norm(gradients, 2.0, dtype)).to(device).square().sum()
-    if mesh.size(mesh.ndim - 1) > 1:
-        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-    return squares.sqrt()
+    shards: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        shards.setdefault(num_copies(tensor), []).append(local(tensor.detach()))
+    total = torch.zeros((), device=device)
+    for copies, parts in shards.items():
+        dtype = functools.reduce(torch.promote_types, {part.dtype for part in parts}, torch.float32)
+        total = total + torch.stack(torch._foreach_norm(parts, 2.0, dtype)).to(device).square().sum() / copies
+    return total
 
 
 @torch.no_grad()
 def norm_and_clip_factor(
     model: nn.Module, mesh: DeviceMesh, max_norm: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the global gradient norm, and the factor that clips it to `max_norm`, or None without a `max_norm`.
+    """Return the 2-norm of all gradients over all ranks, a scalar, and the factor that clips it to `max_norm`.
 
-    Applying the factor is left to the optimizer, whose kernel may do it on a GPU.  No collectives except those of
-    `gradient_norm`, and no host sync.  Works on local shards, since DTensor costs one dispatch per parameter.
+    The factor is None without a `max_norm`.  Applying it is left to the optimizer, whose kernel may do it on a GPU.
+    One all-reduce of a scalar over the `shard` axis, if it has several ranks; replicas hold equal shards.  A non-finite
+    gradient on any rank makes the norm non-finite on the whole `shard` axis and, since gradients have been reduced over
+    replicas, on every rank.  No host sync.  Works on local shards, since DTensor costs one dispatch per parameter.
     """
-    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not gradients:
         raise UserError("loss: no parameter received a gradient; the loss must depend on a trainable parameter")
-    norm = gradient_norm(gradients, mesh)
+    squares = sum_of_squares(gradients, torch.device(mesh.device_type))
+    if mesh.size(mesh.ndim - 1) > 1:
+        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+    norm = squares.sqrt()
     return norm, None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

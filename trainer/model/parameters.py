@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from typing import cast
 
 import torch
 from torch import nn
@@ -76,10 +77,31 @@ def record_split_mesh(split_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
     _unsplit_mesh_of[split_mesh] = mesh
 
 
+_copied_from: dict[DeviceMesh, DeviceMesh] = {}
+"""Maps the mesh of stacks that the shard axis holds in several copies, (copy, part), to that of the other parameters.
+No weak references, as above."""
+
+
+def record_copies(copy_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    """Record that `copy_mesh`, with axes (copy, part), has the ranks of `mesh`, which holds the other parameters."""
+    _copied_from[copy_mesh] = mesh
+
+
+def copied_from(parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the mesh of the other parameters if the shard axis holds several copies of this one; otherwise None."""
+    return _copied_from.get(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+
+
+def num_copies(tensor: torch.Tensor) -> int:
+    """Return the number of ranks of the shard axis that hold the same part of a sharded tensor; usually 1."""
+    mesh = copied_from(tensor) if _copied_from else None
+    return 1 if mesh is None else mesh.shape[-1] // cast(DTensor, tensor).device_mesh.shape[-1]
+
+
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     """Return the mesh whose ranks hold a parameter, sharded or replicated; None if only this process holds it.
 
-    For parameters on a mesh whose shard axis is split in two, it is the mesh of the model's other parameters.
+    For experts on a mesh whose shard axis is split in two, it is the mesh of the model's other parameters.
     """
     if not isinstance(parameter, DTensor):
         return _replicated_on.get(parameter)
@@ -120,11 +142,8 @@ def division_of(parameter: torch.Tensor) -> Division | None:
     (placed, parts), *rest = split
     dim: int = placed.dim  # type: ignore[attr-defined]
     if not rest:
-        return Division(dim, parts)
+        return Division(dim, parts, copies=num_copies(parameter))
     ((inner, num_ranks),) = rest
-    is_stack = parameter.ndim > 2 and parameter.shape[0] == parts
-    if is_stack and (placed, inner) == (Shard(0), Shard(1)):
-        return Division(0, parts * num_ranks, ranks_per_matrix=num_ranks)
     return Division(dim, parts, num_ranks) if inner.dim == 0 else None  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """Chooses how a parameter is divided among the ranks of the shard axis, and computes where each rank's shard lies.
 
 This is pure arithmetic on shapes; the planner and Muon use it too.  `trainer.model.shard` passes the choice on to FSDP,
-which makes the shards; if matrices are split by rows, `trainer.model.row_shards` replaces FSDP's shards.
+which makes the shards.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.config.parallel import MAX_COPIES
 from trainer.config.schema import RunConfig
 
 Box = tuple[tuple[int, int], ...]
@@ -21,35 +22,29 @@ _MAX_PADDING = 1 / 8
 
 @dataclass(frozen=True)
 class Division:
-    """How a tensor is divided among `parts` x `expert` ranks of the shard axis.
+    """How a tensor is divided among `copies` x `parts` x `expert` ranks of the shard axis.
 
     Dimension 0 is divided among the ranks of an expert group: `expert` consecutive ranks.  Then dimension
-    `dim` of each piece is divided among the `parts` groups.  If `ranks_per_matrix` is above 1, the tensor is a stack
-    (N, rows, columns) of fewer matrices than there are ranks, and each matrix is instead split by rows among that many
-    consecutive ranks.
+    `dim` of each piece is divided among `parts` consecutive groups.  If `copies` is above 1, the tensor is a stack
+    (N, rows, columns) of fewer matrices than there are ranks, and every `parts` consecutive ranks hold all of it.
     """
 
     dim: int = 0
     parts: int = 1
     expert: int = 1
-    ranks_per_matrix: int = 1
+    copies: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return the part that rank `rank` of the shard axis holds.  Dimensions are divided as in `torch.chunk`."""
         group, expert_rank = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
-        if self.ranks_per_matrix > 1:
-            matrix, part = divmod(group, self.ranks_per_matrix)
-            return ((matrix, matrix + 1), chunk_of(box[1], part, self.ranks_per_matrix), *box[2:])
         box[0] = chunk_of(box[0], expert_rank, self.expert)
-        box[self.dim] = chunk_of(box[self.dim], group, self.parts)
+        box[self.dim] = chunk_of(box[self.dim], group % self.parts, self.parts)
         return tuple(box)
 
     def gathered_numel(self, shape: Sequence[int]) -> int:
         """Return the number of elements that a rank gathers, including padding that makes the shards equal in size."""
         sizes = list(shape) or [1]
-        if self.ranks_per_matrix > 1:
-            return math.prod(sizes)
         sizes[0] //= self.expert
         sizes[self.dim] = -(-sizes[self.dim] // self.parts) * self.parts
         return math.prod(sizes)
@@ -75,16 +70,16 @@ def choose_dim(shape: Sequence[int], parts: int, num_dims: int, max_padding: flo
     return next((dim for dim in later if shape[dim] and shape[dim] % parts == 0), 0)
 
 
-def choose_ranks_per_matrix(shape: Sequence[int], parts: int, num_dims: int) -> int:
-    """Return the number of ranks among which to split the rows of each matrix of a stack (N, rows, columns, ...).
+def choose_copies(shape: Sequence[int], parts: int, num_dims: int) -> int:
+    """Return the number of copies in which `parts` ranks hold a stack (N, rows, columns, ...) of whole matrices.
 
-    The result is 1 if that is impossible: `parts` must be a multiple of N, larger than N, and the number of rows a
-    multiple of the result.  Then every shard is contiguous in the stack, so that gathering needs no rearrangement.
+    The result is 1 unless `parts` is a multiple of N and larger than N, and above 1.  If another dimension divides
+    evenly, which costs time instead of memory, there are at most `MAX_COPIES`.
     """
-    if len(shape) < 3 or num_dims < 2 or not 0 < shape[0] < parts or parts % shape[0]:
+    if len(shape) < 3 or num_dims < 2 or not 1 < shape[0] < parts or parts % shape[0]:
         return 1
-    ranks = parts // shape[0]
-    return ranks if shape[1] % ranks == 0 and all(size > 0 for size in shape) else 1
+    copies = parts // shape[0]
+    return copies if copies <= MAX_COPIES or choose_dim(shape, parts, num_dims) == 0 else 1
 
 
 def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> bool:
@@ -96,9 +91,10 @@ def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int)
 def divide(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> Division:
     """Return the division of a parameter of `shape` among `shard` ranks, in expert groups of `expert` ranks."""
     parts = shard // expert
-    if expert == 1 and (ranks := choose_ranks_per_matrix(shape, parts, num_dims)) > 1:
-        return Division(0, parts, ranks_per_matrix=ranks)
     if expert == 1:
+        copies = choose_copies(shape, parts, num_dims)
+        if copies > 1:
+            return Division(0, parts // copies, copies=copies)
         return Division(choose_dim(shape, parts, num_dims), parts)
     return Division(choose_dim((shape[0] // expert, *shape[1:]), parts, num_dims, max_padding=0), parts, expert)
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo  # used below, and by FSDP2's hooks, which would otherwise import it in the first forward pass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.distributed.tensor import DTensor, Shard
@@ -28,17 +28,16 @@ from trainer.config.parallel import find_slices, nearest_divisor
 from trainer.config.requirements import compiles_blocks
 from trainer.config.rules import budget_of, offloaded_fraction
 from trainer.config.schema import AUTO, FsdpSection, Resharding, RunConfig
-from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
+from trainer.distributed.world import EXPERT, OUTER, REPLICATE, make_copy_mesh
 from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
 from trainer.model.gradients import record_resharding
 from trainer.model.network import build_network, storage_dtype
 from trainer.model.offload import ActivationOffload
-from trainer.model.parameters import record_split_mesh
+from trainer.model.parameters import record_copies, record_split_mesh
 from trainer.model.placement import Division, divide, divides_evenly, num_dims_to_divide
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_expensive_operators, save_only
-from trainer.model.row_shards import apply_row_shards, row_shards_of
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.model_spec import ModelSpec
 from trainer.sequence import use_slices
@@ -50,21 +49,21 @@ def apply_sharding(
     config: RunConfig,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None = None,
-    split_mesh: Callable[[DeviceMesh, int], DeviceMesh] = split_last_axis,
+    copy_mesh: Callable[[DeviceMesh, int], DeviceMesh] = make_copy_mesh,
 ) -> list[ShardUnit]:
     """Apply the block settings to `model`, then shard it: innermost units first, the root last.  Works in place.
 
     The block settings are float8, activation checkpointing, activation offloading and compilation.  The mesh is
     (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or, where that would need a lot
     of padding, on another dimension (`placement.divide`).  A stack with fewer matrices than there are ranks is sharded
-    along the rows of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` returns
-    True, the model keeps plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an
-    `expert_mesh`, the experts' parameters are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in
-    two.  Returns the units, in the order of `find_units`.
+    on the mesh that `copy_mesh` returns for `mesh` and the number of its matrices.  On the meta device nothing is
+    allocated.  If `is_unsharded` returns True, the model keeps plain parameters; call
+    `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh`, the experts' parameters are
+    sharded on that mesh.  Returns the units, in the order of `find_units`.
 
     Raises UserError for settings that the model, the device or the version of torch does not support.  Collective only
     if process groups are created: one set for each number of ranks to reshard to, shared by all units; one set for each
-    number of ranks among which a matrix is split; and those for `fsdp.separate_reduce`.
+    number of matrices in stacks with fewer of them than there are ranks; and those for `fsdp.separate_reduce`.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
@@ -98,7 +97,7 @@ def apply_sharding(
             check_experts(model, spec, units, config, mesh.size(mesh.ndim - 1))
             shard_experts([*find_experts(model, spec).values()], expert_mesh[EXPERT], config.mesh.expert_method)
             record_split_mesh(expert_mesh, mesh)
-        _shard(model, units, reshard, config, mesh, expert_mesh, split_mesh)
+        _shard(model, units, reshard, config, mesh, expert_mesh, copy_mesh)
     return units
 
 
@@ -152,7 +151,7 @@ def _shard(
     config: RunConfig,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
-    split_mesh: Callable[[DeviceMesh, int], DeviceMesh],
+    copy_mesh: Callable[[DeviceMesh, int], DeviceMesh],
 ) -> None:
     """Call `fully_shard` on the units, innermost first, then on the model itself."""
     if config.lora.packs and TorchVersion(torch.__version__) < "2.13":
@@ -179,21 +178,27 @@ def _shard(
         num_dims = num_dims_to_divide(parameter.shape, config, after_forward)
         return divide(parameter.shape, num_shards, config.expert if isinstance(parameter, DTensor) else 1, num_dims)
 
-    def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
-        placed = Shard(division(after_forward, parameter).dim)
-        if not isinstance(parameter, DTensor):  # not an expert
-            return placed
-        assert expert_mesh_info is not None
-        return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
-
     @functools.cache
-    def split(num_ranks: int) -> DeviceMesh:
-        two_axes = split_mesh(mesh, num_ranks)
-        record_split_mesh(two_axes, mesh)
-        return two_axes
+    def copies_info(num_parts: int) -> Any:
+        if TorchVersion(torch.__version__) < "2.12":
+            rule = f"needs torch 2.12 for stacks of {num_parts} matrices, such as experts; this is {torch.__version__}"
+            fix = f"mesh.replicate={mesh.size() // num_parts} mesh.shard={num_parts}"
+            raise setting_error("mesh.shard", num_shards, rule, fix=fix)
+        copies = copy_mesh(mesh, num_parts)
+        record_copies(copies, mesh)
+        return fsdp_common.HSDPMeshInfo(copies, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
+        chosen = division(after_forward, parameter)
+        placed = Shard(chosen.dim)
+        if isinstance(parameter, DTensor):  # an expert
+            assert expert_mesh_info is not None
+            return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
+        if chosen.copies > 1:
+            return fsdp_common.ShardPlacementResult(placed, copies_info(chosen.parts))
+        return placed
 
     def shard(modules: Sequence[nn.Module], after_forward: bool | int, is_root: bool = False) -> None:
-        row_shards = row_shards_of(modules, lambda stack: division(after_forward, stack).ranks_per_matrix, split)
         fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
             mesh=mesh,
@@ -202,7 +207,6 @@ def _shard(
             offload_policy=offload,
             shard_placement_fn=partial(placement, after_forward),
         )
-        apply_row_shards(cast(FSDPModule, modules[0]), row_shards)
         for module in modules:
             record_resharding(module, after_forward)
 
