@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.helpers.launch import on_ranks
-from trainer import Trainer, load_config
+from tests.helpers.plan_truth import fake_model
+from trainer import Trainer, UserError, load_config
+from trainer.config.parallel import MeshShape, advice_on_shards
 from trainer.distributed.world import make_copy_mesh
 from trainer.model.parameters import copied_from, division_of, local, local_box, num_copies, record_copies
 from trainer.model.placement import Division, choose_copies, choose_dim, divide
@@ -116,6 +119,7 @@ def parts_held(folder: Path, *overrides: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.campaign
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="needs torch 2.12")
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
@@ -126,6 +130,34 @@ def parts_held(folder: Path, *overrides: str) -> tuple[list[str], str]:
 )
 def test_ranks_hold_what_is_planned(tmp_path: Path, overrides: list[str], ranks: int, expected: str) -> None:
     assert on_ranks(ranks, parts_held, tmp_path, *overrides) == [([], expected)] * ranks
+
+
+def test_torch_that_has_no_mesh_of_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with (
+        pytest.raises(UserError, match=r"^mesh\.shard=4: needs torch 2\.12 .*\n.*mesh\.replicate=4 mesh\.shard=2"),
+        fake_model(load_config("qwen3_moe_small", FEW), MeshShape(2, 4)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "overrides", "advice"),
+    [
+        (2, [], ""),
+        (4, [], ""),
+        (8, [], ""),
+        (16, [], "mesh.shard=2 mesh.replicate=8"),
+        (5, [], "mesh.shard=1 mesh.replicate=5"),
+        (4, ["fsdp.reshard_after_forward=2"], "mesh.shard=2 mesh.replicate=2"),
+        (16, ["mesh.expert=2"], ""),
+    ],
+)
+def test_advice_where_copies_are_not_made(num_shards: int, overrides: list[str], advice: str) -> None:
+    """Of two experts."""
+    found = advice_on_shards(load_config("qwen3_moe_small", [*FEW, *overrides]), MeshShape(1, num_shards))
+    assert advice in found
+    assert bool(advice) == bool(found)
 
 
 def test_division_of_a_whole_tensor_is_one_part() -> None:

@@ -195,7 +195,8 @@ def _shard(
             assert expert_mesh_info is not None
             return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
         if chosen.copies > 1:
-            return fsdp_common.ShardPlacementResult(placed, copies_info(chosen.parts))
+            mesh_info = copies_info(chosen.parts)
+            return fsdp_common.ShardPlacementResult(placed, mesh_info)
         return placed
 
     def shard(modules: Sequence[nn.Module], after_forward: bool | int, is_root: bool = False) -> None:
