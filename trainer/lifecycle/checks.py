@@ -29,9 +29,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.distributed.tensor import DTensor
 
 from trainer.config.parallel import MeshShape, advice_on_shards
 from trainer.config.requirements import check_requirements
@@ -43,7 +41,7 @@ from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.metrics.writers import warn
 from trainer.model.gradients import replicas_of, reshard
-from trainer.model.parameters import copied_from, local_box, mesh_of, tied_names
+from trainer.model.parameters import copied_from, is_shard, local_box, mesh_of, tied_names
 
 DATA = "data"
 """The entry in `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
@@ -274,7 +272,7 @@ def _inspect(
     is_copied = copied_from(parameter) == mesh
     num_replicated = 1 if is_copied else mesh.ndim - 1
     outer, inner = parameter.placements[:num_replicated], parameter.placements[num_replicated:]
-    is_sharded = all(isinstance(placement, (Shard, _StridedShard)) for placement in inner)
+    is_sharded = all(is_shard(placement) for placement in inner)
     is_on_mesh = is_copied or mesh_of(parameter) == mesh
     if not is_on_mesh or not is_sharded or not all(placement.is_replicate() for placement in outer):
         placed = f"placed {parameter.placements} on {_describe_axes(own_mesh)}"
@@ -308,7 +306,7 @@ def _checksum(part: _Part) -> int:
     any single changed word, and blocks in the wrong order.
     """
     tensor = part.tensor.detach()
-    if part.num_copies == 1 or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+    if part.num_copies == 1 or tensor.numel() == 0 or type(tensor) is not torch.Tensor:
         return 0
     data = tensor.contiguous().view(-1).view(torch.uint8)
     blocks = F.pad(data, (0, -len(data) % _BLOCK_BYTES)).view(torch.int64).view(-1, _BLOCK_BYTES // 8)

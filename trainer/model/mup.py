@@ -22,7 +22,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import setting_error
 from trainer.model.lora import FACTORS
 from trainer.model.network import build_network
-from trainer.model.parameters import is_vector, local, tied_names
+from trainer.model.parameters import CONVOLUTIONS, is_vector, local, tied_names
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...],
     outputs, inputs = -2, -1
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or hasattr(module, "nf"):  # also transformers' Conv1D
         outputs, inputs = -1, -2
-    elif isinstance(module, nn.modules.conv._ConvNd):
+    elif isinstance(module, CONVOLUTIONS):
         outputs, inputs = 0, 1
     return Growth(shape[outputs], shape[inputs], base[outputs], base[inputs])
 
@@ -117,5 +117,5 @@ def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
                 local(parameter).mul_(scale)
 
 
-_FAN_IN_INITIALIZERS = (nn.Linear.reset_parameters, nn.modules.conv._ConvNd.reset_parameters)
+_FAN_IN_INITIALIZERS = (nn.Linear.reset_parameters, nn.Conv1d.reset_parameters)
 """Initializers that draw values with a variance proportional to 1 / inputs (the fan-in)."""

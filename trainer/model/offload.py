@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from trainer.model.parameters import storage_id
+from trainer.model.parameters import num_writes, storage_id
 
 MIN_BYTES = 4096
 """Minimum size in bytes of an offloaded storage.  Copying a smaller one takes more time than its memory is worth."""
@@ -117,7 +117,7 @@ class _Call:
         saved = self.storages.get(address)
         if saved is None:
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-            saved = self.storages[address] = _Storage(flat, tensor._version)
+            saved = self.storages[address] = _Storage(flat, num_writes(tensor))
         saved.num_unread += 1
         return _View(self, saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -127,10 +127,10 @@ class _Call:
         for storage in self.storages.values():
             data = storage.on_device
             assert data is not None
-            if data._version != storage.version:
+            if num_writes(data) != storage.version:
                 raise RuntimeError(
                     "train.offload_activations: a tensor that the backward pass needs has been modified by an inplace "
-                    f"operation: {data.numel()} numbers of {data.dtype}, version {data._version} instead of "
+                    f"operation: {data.numel()} numbers of {data.dtype}, version {num_writes(data)} instead of "
                     f"{storage.version}"
                 )
             storage.on_host = offload.allocate_on_host(data)

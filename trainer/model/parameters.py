@@ -9,12 +9,14 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer.model.packed import num_weights
 from trainer.model.placement import Box, Division, chunk_of
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+"""Their base class has no public name."""
 
 
 def is_vector(name: str, parameter: torch.Tensor) -> bool:
@@ -108,6 +110,19 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     return _unsplit_mesh_of.get(parameter.device_mesh, parameter.device_mesh)
 
 
+def is_shard(placed: Placement) -> bool:
+    """Return whether a mesh axis divides a tensor along one dimension, strided or not."""
+    return isinstance(placed, Shard) or _is_strided(placed)
+
+
+def _is_strided(placed: Placement) -> bool:
+    """Return whether a placement is FSDP's for a tensor that another axis divides along the same dimension.
+
+    `Placement.is_shard` is False for it, and its class has no public name.
+    """
+    return hasattr(placed, "split_factor")
+
+
 def local_box(tensor: torch.Tensor) -> Box | None:
     """Return the part of a tensor that this rank holds, as [start, stop) along each dimension; None if unknown.
 
@@ -118,9 +133,9 @@ def local_box(tensor: torch.Tensor) -> Box | None:
     if not isinstance(tensor, DTensor):
         return tuple(box)
     split = [(axis, placed) for axis, placed in enumerate(tensor.placements) if not placed.is_replicate()]
-    if not all(isinstance(placed, (Shard, _StridedShard)) for _, placed in split):
+    if not all(is_shard(placed) for _, placed in split):
         return None
-    for axis, placed in sorted(split, key=lambda pair: isinstance(pair[1], _StridedShard)):
+    for axis, placed in sorted(split, key=lambda pair: _is_strided(pair[1])):
         dim, mesh = placed.dim, tensor.device_mesh  # type: ignore[attr-defined]
         box[dim] = chunk_of(box[dim], mesh.get_local_rank(axis), mesh.size(axis))
     return tuple(box)
@@ -135,7 +150,7 @@ def division_of(parameter: torch.Tensor) -> Division | None:
         return Division()
     mesh = parameter.device_mesh
     split = [(placed, mesh.size(axis)) for axis, placed in enumerate(parameter.placements) if not placed.is_replicate()]
-    if not all(isinstance(placed, (Shard, _StridedShard)) for placed, _ in split) or len(split) > 2:
+    if not all(is_shard(placed) for placed, _ in split) or len(split) > 2:
         return None
     if not split:
         return Division()

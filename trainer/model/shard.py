@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # used below, and by FSDP2's hooks, which would otherwise import it in the first forward pass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -377,7 +376,7 @@ def forbid_view_outputs(modules: Iterable[nn.Module]) -> None:
     like that of `nn.Linear` with a bias, an in-place write to it removes the hook.  An unsharded model gets the same
     hooks, so that whatever trains on several ranks also trains on one.
     """
-    hook: Callable[..., Any] = torch._dynamo.disable(_replace_views)  # like FSDP's own hooks
+    hook: Callable[..., Any] = torch.compiler.disable(_replace_views)  # like FSDP's own hooks
     for module in modules:
         module.register_forward_hook(hook)
 
@@ -430,10 +429,14 @@ def _shared_reshard_meshes() -> Iterator[None]:
     """Make all units that reshard to n ranks share one mesh.
 
     `fully_shard` creates a mesh in every call: 80 blocks on 512 ranks would create 5,760 process groups instead of 72
-    (pytorch issue 153302).  Caches the results of FSDP's own function by number of ranks.
+    (pytorch issue 153302).  Caches the results of FSDP's own function by number of ranks.  If a later torch has no such
+    function, at worst the start takes longer.
     """
     meshes: dict[bool | int, Any] = {}
-    make = getattr(fully_shard_module, _RESHARD_MESH_FUNCTION)
+    make = getattr(fully_shard_module, _RESHARD_MESH_FUNCTION, None)
+    if make is None:
+        yield
+        return
 
     def make_once(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):

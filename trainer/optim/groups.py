@@ -21,7 +21,7 @@ from trainer.config.schema import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score_name
 from trainer.model.mup import Growth
-from trainer.model.parameters import is_vector, tied_names
+from trainer.model.parameters import CONVOLUTIONS, is_vector, tied_names
 from trainer.optim.muon import relative_update
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -110,9 +110,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
     """
     embeddings = _embeddings(model)
     tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    convolutions = {
-        id(p) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd) for p in m.parameters(recurse=False)
-    }
+    convolutions = {id(p) for m in model.modules() if isinstance(m, CONVOLUTIONS) for p in m.parameters(recurse=False)}
     stacks = {(name, p.shape[0]) for name, p in model.named_parameters() if p.ndim == 3 and id(p) not in convolutions}
     matrix_ids = set()
     for name, parameter in model.named_parameters():
