@@ -214,10 +214,13 @@ def _with_document_resets(library: Any) -> Any:
 
     def forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
         """Call the layer with documents as rows of its first hidden states (B, T, D), whatever the argument's name."""
-        arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
-        key = None if documents is None else next(_hidden_arguments(arguments, documents), None)
-        if documents is None or key is None:
+        if documents is None:
             return library.forward(self, *args, **kwargs)
+        arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+        key = next(_hidden_arguments(arguments, documents), None)
+        if key is None:
+            shape = (*documents.numbers_BT.shape, "width")
+            raise ValueError(f"{library.__name__} has to reset its state at documents, but gets no argument of {shape}")
         num_outputs = 0
 
         def call(rows_NLD: torch.Tensor) -> torch.Tensor:

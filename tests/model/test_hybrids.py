@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,52 @@ def test_documents_are_kept_apart_in_weights_that_are_loaded(tmp_path: Path) -> 
         torch.testing.assert_close(model(batch["tokens"], documents=batch["documents"]), expected)
     with pytest.raises(UserError, match="MambaForCausalLM lets documents in one row"):
         load_weights(folder_of(tmp_path / "other", "mamba"))(batch["tokens"], documents=batch["documents"])
+
+
+def with_another_release(model: Any, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return the model with convolutions that are called otherwise, as if the library had changed both sides."""
+    original = next(type(module) for module in model.modules() if type(module).__name__ == "Lfm2ShortConv")
+
+    class Lfm2ShortConv(original):  # type: ignore[misc, valid-type]
+        def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            return super().__call__(**changed({"hidden_states": hidden_states, **kwargs}))
+
+        def forward(self, states: torch.Tensor, **kwargs: Any) -> Any:
+            return super().forward(states, **kwargs)
+
+    for module in model.modules():
+        if type(module) is original:
+            module.__class__ = Lfm2ShortConv
+    return model
+
+
+def test_a_library_that_renames_arguments_of_its_layers_keeps_documents_apart() -> None:
+    def renamed(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"states" if name == "hidden_states" else name: value for name, value in arguments.items()}
+
+    model, batch = with_another_release(build("lfm2"), renamed), batch_of(LENGTHS)
+    with torch.no_grad():
+        expected = torch.cat([model(part) for part in batch["tokens"].split(list(LENGTHS), 1)], 1)
+        torch.testing.assert_close(model(batch["tokens"], documents=batch["documents"]), expected)
+
+
+def test_a_library_that_passes_on_other_arguments_is_refused() -> None:
+    """Without documents at the first call, or later without hidden states that can be divided into documents."""
+    left_out = {"documents"}
+
+    def changed(arguments: dict[str, Any]) -> dict[str, Any]:
+        states = arguments.pop("hidden_states")
+        kept = {name: value for name, value in arguments.items() if name not in left_out}
+        return {"states": states if left_out else states.unsqueeze(1), **kept}
+
+    model, batch = with_another_release(build("lfm2"), changed), batch_of(LENGTHS)
+    with torch.no_grad(), pytest.raises(UserError, match="lets documents in one row influence each other: through"):
+        model(batch["tokens"], documents=batch["documents"])
+    model, left_out = with_another_release(build("lfm2"), changed), set()
+    model.are_documents_apart = True  # as if checked
+    model.reset_at_documents([next(name for name, module in model.named_modules() if name.endswith(".conv"))])
+    with torch.no_grad(), pytest.raises(ValueError, match="Lfm2ShortConv has to reset its state at documents"):
+        model(batch["tokens"], documents=batch["documents"])
 
 
 def test_no_size_of_a_convolution_is_taken_for_a_number_of_tokens() -> None:
