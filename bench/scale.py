@@ -202,7 +202,7 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
 
     from trainer.config.requirements import compiles_blocks
     from trainer.loss import find_loss
-    from trainer.model.materialize import materialize
+    from trainer.model.initial_weights import materialize
     from trainer.model.network import apply_weights_dtype
     from trainer.model.units import find_blocks
 
@@ -239,7 +239,7 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
 
     from trainer import Trainer
     from trainer.loss import find_loss
-    from trainer.model.materialize import materialize
+    from trainer.model.initial_weights import materialize
     from trainer.model.network import build_network
     from trainer.model.shard import apply_sharding
     from trainer.optim.optimizer import Schedule, build_optimizer

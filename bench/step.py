@@ -240,7 +240,7 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
     from trainer import load_config
     from trainer.data.mixture import sample_at
     from trainer.data.opening import open_source
-    from trainer.model.materialize import materialize
+    from trainer.model.initial_weights import materialize
 
     overrides = [*COMMON, *overrides, f"train.steps={warmup + steps}", "run.name=bench"]
     config = load_config(recipe, overrides)

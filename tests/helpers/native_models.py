@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer import ModelSpec
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 from trainer.registry import find_model
 from trainer.weights.exporting import export
 

@@ -20,7 +20,7 @@ from tests.helpers.native_models import GPT2, LLAMA, TINY, build, folder_of
 from tests.helpers.tiny import fit, tiny_config
 from trainer import RunConfig, Trainer, UserError, load_config, load_weights
 from trainer.export import command_line as export
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 from trainer.model.network import build_network, flops_per_token
 from trainer.model.parameters import local
 from trainer.optim.optimizer import training_bytes

@@ -31,7 +31,7 @@ from trainer import (
     load_weights,
     run,
 )
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 from trainer.registry import find_model
 
 WHOLE_LOGITS = ("gemma2", "granite")

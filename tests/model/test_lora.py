@@ -27,8 +27,8 @@ from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.schema import LoraSection
 from trainer.export import command_line as export_command
+from trainer.model.initial_weights import materialize
 from trainer.model.lora import add_adapters, parse_adapter, without_adapters
-from trainer.model.materialize import materialize
 from trainer.model.network import build_network
 from trainer.model.parameters import local
 

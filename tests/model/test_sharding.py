@@ -32,7 +32,7 @@ from trainer.checkpoint.weights import StoredWeights
 from trainer.config.parallel import MeshShape
 from trainer.data.opening import open_source
 from trainer.model.gradients import gradient_sync, norm_and_clip_factor
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 from trainer.model.parameters import count_parameters
 from trainer.model.shard import check_sharding, is_unsharded
 from trainer.optim.optimizer import Schedule, build_optimizer

@@ -15,7 +15,7 @@ from tests.helpers.native_models import Memory
 from tests.helpers.tiny import full
 from trainer import ModelSpec, Trainer, UserError, load_config, register
 from trainer.config.declare import declare
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 
 
 class Table(nn.Embedding):

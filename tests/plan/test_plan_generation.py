@@ -12,7 +12,7 @@ from tests.helpers.commands import meshtrainer
 from tests.helpers.launch import tiny
 from tests.helpers.plan_truth import StorageMeter, planned
 from trainer import Sampling, generate_batch, load_config
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 from trainer.model.network import build_network
 
 SHAPE = ["model.dim=64", "model.vocab_size=4096", "model.num_layers=3", "data.seq_len=64", "device=cpu"]

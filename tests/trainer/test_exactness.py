@@ -20,7 +20,7 @@ from tests.helpers.tiny import full
 from trainer import Trainer, TrainLoader, load_config, load_weights
 from trainer.data.opening import open_source
 from trainer.data.source import IGNORE
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 
 pytestmark = pytest.mark.slow
 

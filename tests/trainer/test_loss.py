@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.launch import tiny
 from trainer import UserError, load_config, token_logprobs
 from trainer.loss import IGNORE, by_row, count_targets, cross_entropy, find_loss, linear_cross_entropy
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]

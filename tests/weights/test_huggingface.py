@@ -37,7 +37,7 @@ from tests.helpers.native_models import (
     tokenizer_json,
 )
 from trainer import HuggingFace, ModelSpec, Transposed, UserError, fill, load_config, load_weights
-from trainer.model.materialize import materialize
+from trainer.model.initial_weights import materialize
 from trainer.model.parameters import local_box
 from trainer.model.shard import apply_sharding
 from trainer.registry import find_model, register

@@ -35,8 +35,8 @@ from trainer.errors import UserError, print_stderr
 from trainer.experts import ADAPTERS
 from trainer.model.documents import guard_documents
 from trainer.model.head import is_score_name
+from trainer.model.initial_weights import materialize
 from trainer.model.lora import is_base_weight, name_without_adapters, transposed_layers, weights_to_pack
-from trainer.model.materialize import materialize
 from trainer.model.mup import scale_initial_weights
 from trainer.model.network import build_network, replace_head
 from trainer.model.packed import CODE_BITS, Packing
