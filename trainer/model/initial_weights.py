@@ -45,7 +45,7 @@ _BLOCK = 2**16
 """Number of consecutive elements of a parameter that one generator draws: so many that creating it costs little."""
 _PIECE = 2**22
 """About how many elements a thread draws before it copies them to the device."""
-_MANY = 2**28
+MANY = 2**28
 """How many numbers a rank may draw without keeping them before that is said: this takes about a second."""
 
 _aten = torch.ops.aten
@@ -314,7 +314,7 @@ class _Surplus:
         parameters = [p for name, p in _direct_parameters(module).items() if name in to_fill]
         before = self.count
         self.count += sum(p.numel() - local(p.detach()).numel() for p in parameters)
-        if before <= _MANY < self.count and (not dist.is_initialized() or dist.get_rank() == 0):
+        if before <= MANY < self.count and (not dist.is_initialized() or dist.get_rank() == 0):
             print_stderr(
                 f"warning: {module_name or 'the model'}: every rank draws all of its initial weights, and all of some "
                 f"other modules', since initialization does more than fill and scale them in place ({obstacle}); this "
