@@ -5,11 +5,11 @@ A model is initialized one module at a time, and each rank draws only the weight
 1. The model's ordinary code initializes the module.  The module's own parameters are temporarily replaced by tensors of
    the full shape without memory, which record the in-place operators applied to them (`_Recorder`).
 2. Each rank applies these operators to blocks of 65,536 elements, only to those that overlap its shard.  The random
-   numbers of a block come from a generator of its own, seeded from (seed, parameter name, number of the block).
-   Several threads can share this work (`_Shard`).
+   numbers of a block come from a generator of its own, seeded from (seed, parameter name, number of the block), so
+   they do not depend on how the parameter is divided.  Several threads can share this work (`_draw_shards`).
 3. If the initialization does anything else with a parameter, such as reading it, the module is instead initialized
-   again with full tensors on the CPU and the generator seeded from (seed, module name), and each rank copies its shard
-   (`_fill_whole`).  This always works, but every rank draws all of the module.
+   again with full tensors on the CPU and the default generator seeded from (seed, module name), and each rank copies
+   its shard (`_ModuleInit.fill_whole`).  This always works, but every rank draws all of the module.
 
 No rank holds more than its shards plus one module, there is no communication, and the weights depend only on the seed,
 not on the mesh or the device.  (A GPU's generator would give different values.)  This module does not depend on
@@ -22,7 +22,7 @@ import contextlib
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +49,8 @@ MANY = 2**28
 """How many numbers a rank may draw without keeping them before that is said: this takes about a second."""
 
 _aten = torch.ops.aten
-_DRAWS = {_aten.normal_.default, _aten.uniform_.default}
+_trunc_normal = nn.init.trunc_normal_
+_DRAWS = {_aten.normal_.default, _aten.uniform_.default, _trunc_normal}
 """In-place operators that set each element to a random number."""
 _FILLS = {_aten.fill_.Scalar, _aten.zero_.default}
 """In-place operators that set all elements to one number."""
@@ -122,7 +123,7 @@ def materialize(
             model.get_submodule(owner).register_parameter(name, parameter)
 
     # Run each module's initialization: afterwards its buffers have values, and its parameters are filled or recorded.
-    init_module = _with_names(init, model) if init is not None else _default_init
+    model_init = _with_names(init, model) if init is not None else _default_init
     canonical = {alias: group[0] for group in ties for alias in group}
     recorded: list[tuple[torch.Tensor, _Recording]] = []
     unfilled: list[str] = []
@@ -139,14 +140,14 @@ def materialize(
                 to_fill.add(name)
         if not to_fill:
             continue
-        run = partial(_default_init if isinstance(module, FACTORS) else init_module, module, module_name)
-        seed_name = name_without_adapters(module_name)
-        recordings, obstacle = _record(module, seed_name, to_fill, seed, run)
-        if obstacle:
-            unfilled += [_join(module_name, name) for name in _fill_whole(module, seed_name, to_fill, seed, run)]
-            surplus.add(module, module_name, to_fill, obstacle)
+        module_init = _ModuleInit(
+            module, module_name, to_fill, seed, _default_init if isinstance(module, FACTORS) else model_init
+        )
+        if (recordings := module_init.record()) is not None:
+            recorded += recordings
         else:
-            recorded += [(getattr(module, name), recording) for name, recording in recordings.items()]
+            unfilled += module_init.fill_whole()
+            surplus.add(module_init)
         for name, buffer in _direct_buffers(module).items():
             if name in to_fill:
                 setattr(module, name, buffer.to(device))
@@ -174,74 +175,79 @@ def _default_init(module: nn.Module, name: str) -> None:
 # Running a module's initialization
 
 
-@torch.no_grad()
-def _record(
-    module: nn.Module, seed_name: str, to_fill: set[str], seed: int, run: Callable[[], None]
-) -> tuple[dict[str, _Recording], str]:
-    """Initialize the buffers in `to_fill`, which `module` owns, and record how its parameters in `to_fill` are.
+class _ModuleInit:
+    """The initialization of the tensors in `to_fill`, by their names within the module that owns them."""
 
-    Returns the recordings, and what prevents using them, if anything; then the buffers may be half-initialized.
-    """
-    buffers = _direct_buffers(module)
-    parameters = {name: p for name, p in _direct_parameters(module).items() if name in to_fill}
-    recordings = {name: _Recording(_join(seed_name, name), seed, p) for name, p in parameters.items()}
-    obstacle = ""
-    with _parameters_replaced(module, {name: _Recorder.full(recording) for name, recording in recordings.items()}):
-        stand_ins = _direct_parameters(module)
-        try:
-            unfilled = _run(module, seed_name, to_fill, seed, run)
-        except Exception as error:  # if it is not due to the stand-ins, it is raised again without them
-            obstacle = str(error) or type(error).__name__
-        else:
-            replaced = [name for name in recordings if getattr(module, name) is not stand_ins[name]]
-            if unfilled or replaced:
-                obstacle = f"{[*unfilled, *replaced][0]} is not filled in place"
-    obstacle = next((r.obstacle for r in recordings.values() if r.obstacle), obstacle)
-    if obstacle:
+    def __init__(self, module: nn.Module, module_name: str, to_fill: set[str], seed: int, init: Init) -> None:
+        self.module = module
+        self.module_name = module_name
+        self.to_fill = to_fill
+        self.parameters = {name: p for name, p in _direct_parameters(module).items() if name in to_fill}
+        self.seed = seed
+        self.seed_name = name_without_adapters(module_name)
+        self.init = init
+        self.obstacle = ""
+        """Why it cannot be recorded."""
+
+    @torch.no_grad()
+    def record(self) -> list[tuple[nn.Parameter, _Recording]] | None:
+        """Initialize the buffers, and record how the parameters are initialized; return None if that is impossible."""
+        buffers = _direct_buffers(self.module)
+        recordings = {n: _Recording(_join(self.seed_name, n), self.seed, p) for n, p in self.parameters.items()}
+        with _parameters_replaced(self.module, {name: _Recorder.of(r) for name, r in recordings.items()}):
+            stand_ins = _direct_parameters(self.module)
+            try:
+                unfilled = self._run()
+            except Exception as error:  # unless the stand-ins cause it, `fill_whole` raises it again
+                self.obstacle = str(error) or type(error).__name__
+            else:
+                unfilled += [n for n in recordings if _direct_parameters(self.module).get(n) is not stand_ins[n]]
+                self.obstacle = f"{unfilled[0]} is not filled in place" if unfilled else ""
+        for recording in recordings.values():
+            self.obstacle = recording.obstacle or self.obstacle
+        if not self.obstacle:
+            return [(self.parameters[name], recording) for name, recording in recordings.items()]
         for name, buffer in buffers.items():
-            setattr(module, name, buffer)
-    return recordings, obstacle
+            setattr(self.module, name, buffer)
+        return None
 
+    @torch.no_grad()
+    def fill_whole(self) -> list[str]:
+        """Initialize full tensors on the CPU, and copy this rank's shards.
 
-@torch.no_grad()
-def _fill_whole(module: nn.Module, seed_name: str, to_fill: set[str], seed: int, run: Callable[[], None]) -> list[str]:
-    """Initialize the tensors in `to_fill`, which `module` owns, in full on the CPU, and copy this rank's shards.
+        Returns the names, in the model, of the tensors that were not initialized.
+        """
+        full = {name: torch.empty(p.shape, dtype=_drawn_dtype(p), device="cpu") for name, p in self.parameters.items()}
+        with _parameters_replaced(self.module, full):
+            unfilled = self._run()
+            for name, parameter in self.parameters.items():
+                _copy_shard(parameter, self.module.get_parameter(name).detach())
+        return [_join(self.module_name, name) for name in unfilled]
 
-    Returns the names of those that were not initialized.
-    """
-    parameters = {name: p for name, p in _direct_parameters(module).items() if name in to_fill}
-    full = {name: torch.empty(p.shape, dtype=_drawn_dtype(p), device="cpu") for name, p in parameters.items()}
-    with _parameters_replaced(module, full):
-        unfilled = _run(module, seed_name, to_fill, seed, run)
-        for name, parameter in parameters.items():
-            _copy_shard(parameter, getattr(module, name).detach())
-    return unfilled
-
-
-def _run(module: nn.Module, seed_name: str, to_fill: set[str], seed: int, run: Callable[[], None]) -> list[str]:
-    """Run an initialization; return the names of the tensors in `to_fill` that it does not fill."""
-    before = {}
-    for name, tensor in _direct_tensors(module).items():
-        if not isinstance(tensor, _Recorder):
-            if name in to_fill:
+    def _run(self) -> list[str]:
+        """Run the initialization; return the names of the tensors that it does not fill."""
+        before = {}
+        for name, tensor in self._tensors():
+            if not isinstance(tensor, _Recorder):
                 _poison(tensor)
-            before[name] = id(tensor), num_writes(tensor)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed_of(seed, seed_name))
-        run()
-    unfilled = []
-    for name, tensor in _direct_tensors(module).items():
-        if name not in to_fill:
-            continue
-        if isinstance(tensor, _Recorder):
-            is_filled = tensor.recording.is_filled
-        elif tensor.is_floating_point() or tensor.is_complex():
-            is_filled = not tensor.sum().isnan()  # the sum is NaN if any element is, and needs no temporary
-        else:
-            is_filled = (id(tensor), num_writes(tensor)) != before[name]
-        if not is_filled:
-            unfilled.append(name)
-    return unfilled
+                before[name] = id(tensor), num_writes(tensor)
+        with torch.random.fork_rng(devices=[]), _trunc_normal_replaced():
+            torch.default_generator.manual_seed(seed_of(self.seed, self.seed_name))
+            self.init(self.module, self.module_name)
+        unfilled = []
+        for name, tensor in self._tensors():
+            if isinstance(tensor, _Recorder):
+                is_filled = tensor.recording.is_filled
+            elif tensor.is_floating_point() or tensor.is_complex():
+                is_filled = not tensor.sum().isnan()  # the sum is NaN if any element is, and needs no temporary
+            else:
+                is_filled = (id(tensor), num_writes(tensor)) != before[name]
+            if not is_filled:
+                unfilled.append(name)
+        return unfilled
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor) for name, tensor in _direct_tensors(self.module).items() if name in self.to_fill]
 
 
 @contextlib.contextmanager
@@ -310,15 +316,15 @@ class _Surplus:
     def __init__(self) -> None:
         self.count = 0
 
-    def add(self, module: nn.Module, module_name: str, to_fill: Collection[str], obstacle: str) -> None:
-        parameters = [p for name, p in _direct_parameters(module).items() if name in to_fill]
+    def add(self, module_init: _ModuleInit) -> None:
         before = self.count
-        self.count += sum(p.numel() - local(p.detach()).numel() for p in parameters)
+        self.count += sum(p.numel() - local(p.detach()).numel() for p in module_init.parameters.values())
         if before <= MANY < self.count and (not dist.is_initialized() or dist.get_rank() == 0):
             print_stderr(
-                f"warning: {module_name or 'the model'}: every rank draws all of its initial weights, and all of some "
-                f"other modules', since initialization does more than fill and scale them in place ({obstacle}); this "
-                'may take minutes\n  to draw only each rank\'s part: see "A model of your own" in docs/models.md'
+                f"warning: {module_init.module_name or 'the model'}: every rank draws all of this module's initial "
+                f"weights, and all of some others', because they are not only filled and scaled in place "
+                f"({module_init.obstacle}); this may take minutes\n"
+                '  to draw only a part on each rank: see "Your own model" in docs/models.md'
             )
 
 
@@ -348,8 +354,10 @@ class _Recording:
     """How a parameter is initialized: in-place operators, which can be repeated on any part of it."""
 
     def __init__(self, name: str, seed: int, parameter: torch.Tensor) -> None:
-        self.name, self.seed = name, seed
-        self.shape, self.dtype = parameter.shape, _drawn_dtype(parameter)
+        self.name = name
+        self.seed = seed
+        self.shape = parameter.shape
+        self.dtype = _drawn_dtype(parameter)
         self.operations: list[_Operation] = []
         """The first one sets all elements."""
         self.obstacle = ""
@@ -360,9 +368,10 @@ class _Recording:
         return bool(self.operations)
 
     def record(self, operation: _Operation) -> bool:
-        """Record an operator; return whether that is possible."""
+        """Add an operation; return whether that is possible."""
         arguments = (*operation.arguments, *operation.options.values())
-        if operation.operator not in _DRAWS | _FILLS | _CHANGES or not all(isinstance(a, Number) for a in arguments):
+        are_numbers = all(isinstance(argument, (Number, type(None))) for argument in arguments)
+        if operation.operator not in _DRAWS | _FILLS | _CHANGES or not are_numbers:
             return False
         is_whole = operation.stop - operation.start == self.shape.numel()
         if is_whole and operation.operator in _DRAWS | _FILLS:
@@ -373,24 +382,25 @@ class _Recording:
         return True
 
     def draw(self, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, a vector, with the elements of the flat parameter from `start` on."""
+        """Fill `out`, a vector, with the elements of the flat parameter from `start` on.
+
+        Torch's generator uses 32 bits of a seed: among the million blocks of a 70B model, about 130 pairs are equal.
+        """
         stop = start + len(out)
         for number in range(start // _BLOCK, -(-stop // _BLOCK)):
             first, last = number * _BLOCK, min((number + 1) * _BLOCK, self.shape.numel())
-            is_inside = start <= first and last <= stop
-            block = out[first - start : last - start] if is_inside else torch.empty(last - first, dtype=self.dtype)
-            generator = torch.Generator().manual_seed(seed_of(self.seed, f"{self.name}/{number}"))
+            block = torch.empty(last - first, dtype=self.dtype, device="cpu")
+            generator = torch.Generator("cpu").manual_seed(seed_of(self.seed, f"{self.name}/{number}"))
             for operation in self.operations:
                 operation.apply(block, first, generator)
-            if not is_inside:
-                low, high = max(start, first), min(stop, last)
-                out[low - start : high - start] = block[low - first : high - first]
+            low, high = max(start, first), min(stop, last)
+            out[low - start : high - start] = block[low - first : high - first]
 
 
 class _Recorder(torch.Tensor):
     """A tensor without memory that stands in for a parameter, or for a view of it, and records what is done to it.
 
-    It claims to be on the CPU, since some code treats tensors on the meta device differently: torch's `trunc_normal_`
+    It claims to be on the CPU, since some code treats tensors on the meta device differently: torch's `orthogonal_`
     leaves these alone.  Whatever can't be recorded raises an error.
     """
 
@@ -399,7 +409,7 @@ class _Recorder(torch.Tensor):
     """A tensor on the meta device with the same shape, strides and offset."""
 
     @classmethod
-    def full(cls, recording: _Recording) -> _Recorder:
+    def of(cls, recording: _Recording) -> _Recorder:
         return cls(recording, torch.empty(recording.shape, dtype=recording.dtype, device="meta"))
 
     @staticmethod
@@ -407,7 +417,8 @@ class _Recorder(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("cpu")
         )
-        self.recording, self.meta = recording, meta
+        self.recording = recording
+        self.meta = meta
         return self
 
     @classmethod
@@ -423,15 +434,45 @@ class _Recorder(torch.Tensor):
         if recorder is args[0]:
             if func in _VIEWS:
                 return cls(recorder.recording, func(recorder.meta, *args[1:], **options))
-            start = recorder.meta.storage_offset()
-            operation = _Operation(func, args[1:], options, start, start + recorder.numel())
-            if recorder.meta.is_contiguous() and recorder.recording.record(operation):
+            if recorder.record(func, args[1:], options):
                 return recorder
         raise recorder._cannot_record(func)
+
+    def record(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+        """Record an in-place operator on this tensor; return whether that is possible."""
+        start = int(self.meta.storage_offset())
+        operation = _Operation(operator, arguments, options, start, start + self.numel())
+        return self.meta.is_contiguous() and self.recording.record(operation)
 
     def _cannot_record(self, func: Any) -> RuntimeError:
         self.recording.obstacle = self.recording.obstacle or f"{self.recording.name}: {func}"
         return RuntimeError(self.recording.obstacle)
+
+
+@contextlib.contextmanager
+def _trunc_normal_replaced() -> Iterator[None]:
+    """Let `nn.init.trunc_normal_` be recorded during the block.
+
+    Its operators cannot be: since torch 2.13 it draws again and again until no element lies outside the bounds.
+    """
+
+    def trunc_normal(
+        tensor: torch.Tensor,
+        mean: float = 0.0,
+        std: float = 1.0,
+        a: float = -2.0,
+        b: float = 2.0,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if isinstance(tensor, _Recorder) and generator is None and tensor.record(_trunc_normal, (mean, std, a, b), {}):
+            return tensor
+        return _trunc_normal(tensor, mean, std, a, b, generator)
+
+    nn.init.trunc_normal_ = trunc_normal
+    try:
+        yield
+    finally:
+        nn.init.trunc_normal_ = _trunc_normal
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -466,7 +507,7 @@ def _drawing_tasks(parameter: torch.Tensor, recording: _Recording) -> Iterator[C
 
 
 def _draw_whole(parameter: torch.Tensor, recording: _Recording) -> None:
-    full = torch.empty(recording.shape, dtype=recording.dtype)
+    full = torch.empty(recording.shape, dtype=recording.dtype, device="cpu")
     recording.draw(0, full.view(-1))
     _copy_shard(parameter, full)
 
@@ -475,10 +516,10 @@ def _draw_part(part: torch.Tensor, box: Box, recording: _Recording) -> None:
     """Fill `part`, which is the part `box` of the parameter."""
     (first, last), *others = box
     is_all_of_rows = others == [(0, size) for size in recording.shape[1:]]
-    if is_all_of_rows and part.device.type == "cpu" and part.dtype == recording.dtype and part.is_contiguous():
+    if is_all_of_rows and part.is_contiguous() and part.device.type == "cpu":
         recording.draw(first * math.prod(recording.shape[1:]), part.view(-1))
         return
-    rows = torch.empty((last - first, *recording.shape[1:]), dtype=recording.dtype)
+    rows = torch.empty((last - first, *recording.shape[1:]), dtype=recording.dtype, device="cpu")
     other_dims = (slice(None), *(slice(start, stop) for start, stop in others))
     kept = rows[other_dims]
     low = int(kept.storage_offset())
