@@ -170,6 +170,8 @@ class Row:
 
 _RAGGED = ("data.documents=apart",)
 """One document a row, so that ranks have different numbers of targets."""
+_SLOWLY = ("optim.lr=1e-4",)
+"""At the default rate rounding grows: after three steps, the norm of qwen3_next differs by 1e-7 to 1e-5."""
 _TWO_SOURCES = (
     "data.path={{a: {folder}/documents.jsonl, b: {folder}/others.jsonl}}",
     "data.weights={{a: 3, b: 1}}",
@@ -198,7 +200,7 @@ ROWS = [
     Row("llama, base model", overrides=(*_RAGGED, "optim.base_model={{dim: 32, num_heads: 2, num_kv_heads: 1}}")),
     Row("gpt2, sgd", "gpt2", overrides=(*_RAGGED, "optim.name=sgd", "optim.lr=0.1")),
     Row("qwen3, groups", "qwen3", overrides=(*_RAGGED, *_GROUPS)),
-    Row("qwen3_next, averaged weights", "qwen3_next", ("ema",), _RAGGED),
+    Row("qwen3_next, averaged weights", "qwen3_next", ("ema",), (*_RAGGED, *_SLOWLY)),
     Row("gpt_oss, 8-bit moments", "gpt_oss", ("int8",), _RAGGED),
     Row("hf_dense, bf16 weights", "hf_dense", overrides=(*_RAGGED, "train.weights_dtype=bfloat16")),
     # Its gradients are so steep that weights which differ by 6e-8 have norms that differ by up to 2e-4.
