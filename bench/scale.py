@@ -209,7 +209,7 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
     with torch.device("meta"):
         model = config.spec.build_model(config.model)
     apply_weights_dtype(model, config.fsdp.param_dtype)
-    materialize(model, config.run.seed, torch.device(device), config.spec.init, False)
+    materialize(model, config.run.seed, torch.device(device), config.spec.init)
     for block in find_blocks(model, config.spec) if compiles_blocks(config.train.compile, device) else ():
         block.compile(fullgraph=True)
     loss = find_loss(model)
@@ -248,7 +248,7 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
     mesh = init_device_mesh(device, (num_ranks,), mesh_dim_names=("shard",))
     model = build_network(config)
     apply_sharding(model, config.spec, config, mesh)
-    materialize(model, config.run.seed, torch.device(device), config.spec.init, False)
+    materialize(model, config.run.seed, torch.device(device), config.spec.init)
     skip_collectives(model)
     if device == "cpu":
         skip_copies()

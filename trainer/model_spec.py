@@ -165,7 +165,8 @@ class ModelSpec:
         a function of the model that returns these.  All other parameters belong to the root unit.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
     init: `init(module)` or `init(module, name, model)`, initializes the parameters and buffers that a submodule
-        directly owns; the default calls the submodule's `reset_parameters()`.
+        directly owns; the default calls the submodule's `reset_parameters()`.  It is called twice for a submodule of
+        which a rank cannot draw its part alone (docs/models.md).
     resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the sizes of the model in a
         folder.  It is called when the recipe file and the command line are loaded; config.yaml stores the result.
     weights: `weights(config) -> WeightSource | None`, returns the source of the initial weights, or None to initialize

@@ -367,6 +367,25 @@ def test_a_padding_row_is_zero(own: Own) -> None:
     assert own.table.weight.eq(0).all(1).nonzero().tolist() == [[3]]
 
 
+def test_a_module_may_read_one_that_comes_before_it() -> None:
+    class Copies(nn.Linear):
+        def __init__(self, source: nn.Linear) -> None:
+            self.sources = [source]  # not a submodule
+            super().__init__(8, 8)
+
+        @torch.no_grad()
+        def reset_parameters(self) -> None:
+            for own, other in zip(self.parameters(), self.sources[0].parameters(), strict=True):
+                own.copy_(other)
+
+    with torch.device("meta"):
+        first = nn.Linear(8, 8)
+        model = nn.Sequential(first, Copies(first))
+    materialize(model, 0, torch.device("cpu"))
+    assert torch.equal(model[1].weight, first.weight)
+    assert first.weight.std() > 0.1
+
+
 class Large(nn.Module):
     """Two matrices of 64 blocks."""
 

@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_leaves
 
 from trainer.errors import UserError, print_stderr
 from trainer.model.lora import FACTORS, name_without_adapters
@@ -43,7 +42,7 @@ from trainer.model.placement import Box
 
 _BLOCK = 2**16
 """Number of consecutive elements of a parameter that one generator draws: so many that creating it costs little."""
-_PIECE = 2**22
+_PIECE = 2**21
 """About how many elements a thread draws before it copies them to the device."""
 MANY = 2**28
 """How many numbers a rank may draw without keeping them before that is said: this takes about a second."""
@@ -122,10 +121,9 @@ def materialize(
             owner, _, name = alias.rpartition(".")
             model.get_submodule(owner).register_parameter(name, parameter)
 
-    # Run each module's initialization: afterwards its buffers have values, and its parameters are filled or recorded.
+    # Initialize each module.
     model_init = _with_names(init, model) if init is not None else _default_init
     canonical = {alias: group[0] for group in ties for alias in group}
-    recorded: list[tuple[torch.Tensor, _Recording]] = []
     unfilled: list[str] = []
     surplus = _Surplus()
     for module_name, module in model.named_modules():
@@ -144,7 +142,7 @@ def materialize(
             module, module_name, to_fill, seed, _default_init if isinstance(module, FACTORS) else model_init
         )
         if (recordings := module_init.record()) is not None:
-            recorded += recordings
+            _draw_shards(recordings)
         else:
             unfilled += module_init.fill_whole()
             surplus.add(module_init)
@@ -156,7 +154,6 @@ def materialize(
             f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
             "parameter or buffer must fill all of it in `reset_parameters()` (or in `ModelSpec.init`)"
         )
-    _draw_shards(recorded)
 
 
 def _with_names(init: Callable[..., None], model: nn.Module) -> Init:
@@ -430,7 +427,8 @@ class _Recorder(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         options = kwargs or {}
-        recorder = next(value for value in tree_leaves((args, options)) if isinstance(value, cls))
+        lists = (value for value in args if isinstance(value, (list, tuple)))
+        recorder = next(value for value in chain(args, options.values(), *lists) if isinstance(value, cls))
         if recorder is args[0]:
             if func in _VIEWS:
                 return cls(recorder.recording, func(recorder.meta, *args[1:], **options))
@@ -481,9 +479,9 @@ def _trunc_normal_replaced() -> Iterator[None]:
 
 def _draw_shards(recorded: Iterable[tuple[torch.Tensor, _Recording]]) -> None:
     """Fill this rank's shards of the parameters, each with a recording."""
-    tasks = chain.from_iterable(_drawing_tasks(parameter, recording) for parameter, recording in recorded)
-    num_threads = torch.get_num_threads()
-    if num_threads == 1:
+    tasks = [task for parameter, recording in recorded for task in _drawing_tasks(parameter, recording)]
+    num_threads = min(torch.get_num_threads(), len(tasks))
+    if num_threads <= 1:
         for task in tasks:
             task()
         return
