@@ -367,6 +367,26 @@ def test_a_padding_row_is_zero(own: Own) -> None:
     assert own.table.weight.eq(0).all(1).nonzero().tolist() == [[3]]
 
 
+def test_scalars_and_empty_parameters_are_initialized() -> None:
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.empty(())), nn.Parameter(torch.empty(()))
+            self.nothing = nn.Parameter(torch.empty(0, 4))
+
+        def reset_parameters(self) -> None:
+            nn.init.uniform_(self.scale, 2, 3)
+            nn.init.constant_(self.shift, 5)
+            nn.init.normal_(self.nothing)
+
+    with torch.device("meta"):
+        model = Scalar()
+    materialize(model, 0, torch.device("cpu"))
+    assert 2 <= model.scale <= 3
+    assert model.shift == 5
+    assert model.nothing.shape == (0, 4)
+
+
 def test_a_module_may_read_one_that_comes_before_it() -> None:
     class Copies(nn.Linear):
         def __init__(self, source: nn.Linear) -> None:

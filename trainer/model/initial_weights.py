@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError, print_stderr
 from trainer.model.lora import FACTORS, name_without_adapters
@@ -58,13 +57,9 @@ _CHANGES = {
     _aten.sub_.Tensor,
     _aten.mul_.Tensor,
     _aten.div_.Tensor,
-    _aten.pow_.Scalar,
-    _aten.sqrt_.default,
     _aten.exp_.default,
     _aten.log_.default,
     _aten.erfinv_.default,
-    _aten.abs_.default,
-    _aten.neg_.default,
     _aten.clamp_.default,
     _aten.clamp_min_.default,
     _aten.clamp_max_.default,
@@ -297,14 +292,10 @@ def _poison(tensor: torch.Tensor) -> None:
 
 def _copy_shard(parameter: torch.Tensor, full: torch.Tensor) -> None:
     """Fill this rank's shard of `parameter` from the full tensor.  No communication: every rank has the full tensor."""
-    box, shard = local_box(parameter), local(parameter.detach())
-    if box is not None and full.ndim:
-        shard.copy_(full[tuple(slice(start, stop) for start, stop in box)])  # copies only this part to the device
-    elif isinstance(parameter, DTensor):
-        part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        shard.copy_(local(part))
-    else:
-        shard.copy_(full)
+    box = local_box(parameter)
+    assert box is not None
+    own = full[tuple(slice(start, stop) for start, stop in box)] if full.ndim else full
+    local(parameter.detach()).copy_(own)  # copies only this part to the device
 
 
 class _Surplus:
@@ -492,22 +483,15 @@ def _draw_shards(recorded: Iterable[tuple[torch.Tensor, _Recording]]) -> None:
 def _drawing_tasks(parameter: torch.Tensor, recording: _Recording) -> Iterator[Callable[[], None]]:
     """Yield functions that together fill this rank's shard of `parameter`, each of them some rows."""
     box, shard = local_box(parameter), local(parameter.detach())
-    if box is None or not parameter.ndim:
-        yield partial(_draw_whole, parameter, recording)
+    assert box is not None
+    if not parameter.ndim:
+        yield partial(recording.draw, 0, shard.view(1))
     elif shard.numel():
         (start, stop), *others = box
-        width = math.prod(parameter.shape[1:])
-        keeps_gaps = width > _BLOCK and others != [(0, size) for size in parameter.shape[1:]]
-        num_rows = 1 if keeps_gaps else max(1, _PIECE // width)
+        num_rows = max(1, _PIECE // math.prod(parameter.shape[1:]))
         for first in range(start, stop, num_rows):
             last = min(first + num_rows, stop)
             yield partial(_draw_part, shard[first - start : last - start], ((first, last), *others), recording)
-
-
-def _draw_whole(parameter: torch.Tensor, recording: _Recording) -> None:
-    full = torch.empty(recording.shape, dtype=recording.dtype, device="cpu")
-    recording.draw(0, full.view(-1))
-    _copy_shard(parameter, full)
 
 
 def _draw_part(part: torch.Tensor, box: Box, recording: _Recording) -> None:
