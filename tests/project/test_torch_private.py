@@ -63,6 +63,11 @@ PRIVATE: dict[str, Private] = {
         "tells whether a tensor was written to, which autograd does not say before its own error",
         "offloaded activations that were modified give wrong gradients; a frozen module that changes is not found",
     ),
+    "_make_wrapper_subclass": Private(
+        "torch:Tensor._make_wrapper_subclass",
+        "makes the tensor without memory that records an initialization; tensor subclasses have no other way",
+        "no model can be initialized",
+    ),
     "_base": Private(
         "torch:Tensor._base",
         "tells whether a unit's output is a view, whose hook FSDP loses after an in-place write",
