@@ -56,13 +56,10 @@ OPTIMIZERS: dict[str, list[str]] = {
     "adamw": [],
     "adamw-int8": ["optim.state_dtype=int8"],
     "muon": MUON,
-    "muon-polar": [*MUON, "optim.muon.coefficients=polar"],
     "muon-float32": [*MUON, "optim.muon.dtype=float32"],
-    "muon-cautious": [*MUON, "optim.muon.cautious=true"],
     "muon-head": [*MUON, HEAD],
     "muon-without-experts": [*MUON, EXPERTS],
     "normuon": [*MUON, "optim.muon.variant=normuon"],
-    "normuon-cautious": [*MUON, "optim.muon.variant=normuon", "optim.muon.cautious=true"],
 }
 """Settings of each entry.  Muon trains the experts but not the output projection, unless the name says otherwise."""
 BASELINE = "adamw"

@@ -120,10 +120,10 @@ def notebook(page: str) -> str:
 
 def _changes_on_resume() -> str:
     """Return the table of what happens if a setting differs when a run resumes, by section."""
-    columns = ("fixed", "free", "ignored")
+    columns = {"fixed": ("never", "fixed"), "free": ("free",), "ignored": ("ignored",)}
     lines = ["| section | refused | applies, and is listed at the start | applies |", "|---|---|---|---|"]
     for section, keys in _rules_on_resume().items():
-        found = {rule: [key for key, item in keys.items() if item == rule] for rule in columns}
+        found = {rule: [key for key, item in keys.items() if item in rules] for rule, rules in columns.items()}
         most = max(columns, key=lambda rule: len(found[rule]))
         others = "all others" if len(found[most]) < len(keys) else "all"
         cells = [others if rule == most else ", ".join(f"`{key}`" for key in found[rule]) for rule in columns]

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from tests.helpers.launch import tiny
 from trainer import Trainer, UserError, load_config
 from trainer.model.placement import Division
 from trainer.optim.muon import (
-    COEFFICIENTS,
-    POLAR,
     Matrix,
     Muon,
     Ownership,
@@ -65,33 +62,20 @@ def test_one_rank_equals_torchs_muon(scale: str) -> None:
     assert max(map(relative_difference, ours, torchs)) < 1e-6
 
 
-@pytest.mark.parametrize("name", list(COEFFICIENTS))
 @pytest.mark.parametrize("shape", [(3, 40, 100), (2, 100, 40), (1, 64, 64)])
-def test_singular_values_become_about_one(name: str, shape: tuple[int, int, int]) -> None:
+def test_singular_values_become_about_one(shape: tuple[int, int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     u, s, v = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
     spread = torch.linspace(0.02, 1, s.shape[1]).expand_as(s)
-    found = torch.linalg.svdvals(orthogonalize(u @ torch.diag_embed(spread) @ v, COEFFICIENTS[name]))
-    low, high = {"jordan": (0.65, 1.25), "polar": (0.85, 1.15)}[name]
-    assert low < found.min()
-    assert found.max() < high
-
-
-def test_each_polar_polynomial_is_optimal_after_the_previous_one() -> None:
-    """The best odd quintic on an interval has the same maximum error above 1 as below it."""
-    low, high = 1e-3, 1.0
-    for a, b, c in POLAR:
-        x = torch.linspace(low, high, 400_001, dtype=torch.float64)
-        y = a * x + b * x**3 + c * x**5
-        low, high = float(y.min()), float(y.max())
-        assert (low + high) / 2 == pytest.approx(1, abs=1e-8)
-    assert (low, high) == pytest.approx((0.8764, 1.1236), abs=1e-4)
+    found = torch.linalg.svdvals(orthogonalize(u @ torch.diag_embed(spread) @ v))
+    assert found.min() > 0.65
+    assert found.max() < 1.25
 
 
 def test_batched_matrices_equal_single_ones() -> None:
     batch = torch.randn(7, 48, 80, generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([orthogonalize(matrix[None], COEFFICIENTS["jordan"]) for matrix in batch])
-    assert relative_difference(orthogonalize(batch, COEFFICIENTS["jordan"]), alone) < 1e-6
+    alone = torch.cat([orthogonalize(matrix[None]) for matrix in batch])
+    assert relative_difference(orthogonalize(batch), alone) < 1e-6
 
 
 def test_blocks_of_fused_matrices_and_experts_equal_separate_parameters() -> None:
@@ -121,18 +105,6 @@ def test_normuon_equalizes_rows_and_keeps_the_norm() -> None:
     assert rows.max() / rows.min() < 1.001
     expected = update_scale("match_rms_adamw", 40, 60) * math.sqrt(40)
     assert float(change.norm()) == pytest.approx(expected, rel=1e-4)
-
-
-def test_cautious_decay_shrinks_only_what_the_update_shrinks() -> None:
-    plain, cautious, free = (parameters([(24, 24)])[0] for _ in range(3))
-    options: list[dict[str, Any]] = [{}, {"cautious": True}, {"weight_decay": 0.0}]
-    for weight, more in zip((plain, cautious, free), options, strict=True):
-        weight.grad = torch.randn(24, 24, generator=torch.Generator().manual_seed(0))
-        Muon([weight], **{"lr": 0.1, "weight_decay": 0.5, **more}).step()
-    start = parameters([(24, 24)])[0].detach()
-    update = start - free.detach()
-    expected = torch.where(update * start > 0, plain, free)
-    torch.testing.assert_close(cautious.detach(), expected.detach())
 
 
 class FlagOnGPU(torch.Tensor):
@@ -221,8 +193,9 @@ def test_messages_bring_the_ranks_no_more_than_a_bucket(replicate: int, shard: i
     shapes, limit, ranks = [(256, 256)] * 64, 3 * 256 * 256, replicate * shard
     matrices = [matrix for number, shape in enumerate(shapes) for matrix in split_into_matrices(number, shape)]
     ownership = Ownership(shapes, [Division(parts=shard)] * len(shapes), matrices, replicate, shard, limit)
-    for buckets in zip(*map(ownership.costs, range(ranks)), strict=True):
-        assert sum(costs.owned + costs.held for costs in buckets) / ranks <= limit
+    for buckets in zip(*map(ownership.buckets, range(ranks)), strict=True):
+        costs = [bucket.costs() for bucket in buckets]
+        assert sum(cost.owned + cost.held for cost in costs) / ranks <= limit
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ OPTIMIZERS: dict[str, list[str]] = {
     "adamw": [],
     "muon": ["optim.name=muon"],
     "normuon": ["optim.name=muon", "optim.muon.variant=normuon"],
-    "small buckets": ["optim.name=muon", "optim.muon.bucket_mib=0.01", "optim.muon.cautious=true"],
+    "small buckets": ["optim.name=muon", "optim.muon.bucket_mib=0.01"],
 }
 
 

@@ -36,7 +36,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     Returns two lists of lines "key: BEFORE in the checkpoint, AFTER now".  The first has the refused differences, which
     would silently change training and are not in `checkpoint.allow_changes`; the second has the permitted ones.  If
     `model.name` differs and may not change, nothing else is reported.  Raises UserError if exactly one of the two
-    configurations is a learning-rate range test.
+    configurations is a learning-rate range test, and for a difference that is never permitted.
     """
     stored = _flat(read_stored(stored_yaml))
     _check_same_kind(config, stored)
@@ -52,6 +52,8 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
         rule = on_resume(key, declared[key])
         if rule == "ignored":
             continue
+        if rule == "never":
+            raise _never_changes_error(config, key, before, now)
         is_allowed = rule == "free" or not {key, key.partition(".")[0]}.isdisjoint(allowed)
         (permitted if is_allowed else refused).append(f"{key}: {before} in the checkpoint, {now} now")
     return refused, permitted
@@ -98,6 +100,15 @@ def _differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple
         before = stored.get(key, now if default is dataclasses.MISSING else plain_lists(default))
         if before != now:
             yield key, before, now
+
+
+def _never_changes_error(config: RunConfig, key: str, before: object, now: object) -> UserError:
+    rule = f"the checkpoint was written with {before}, which cannot be converted"
+    start = config.run_dir if config.checkpoint.resume == "auto" else config.checkpoint.resume
+    other_run = f"run.name={free_run_name(config)} train.init_from={start}"
+    return setting_error(
+        key, now, rule, fix=f"set {key}={before}, or train another run from these weights: {other_run}"
+    )
 
 
 def _check_same_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:

@@ -498,10 +498,6 @@ class MuonSection:
     lr: float | None = declare(
         None, "peak learning rate of the matrices; null: optim.lr, as for the parameters that AdamW updates", at_least=0
     )
-    coefficients: Literal["jordan", "polar"] = declare(
-        "jordan",
-        "polynomials of the Newton-Schulz iterations; polar: a different, optimal polynomial in each (Polar Express)",
-    )
     scale: Literal["match_rms_adamw", "spectral", "jordan"] = declare(
         "match_rms_adamw",
         "how updates scale with a matrix's shape; match_rms_adamw: match the RMS of AdamW's updates; spectral: make "
@@ -512,7 +508,6 @@ class MuonSection:
         "dtype of the iterations and of messages between ranks; float32: losses agree within 1e-6 on any mesh",
         aliases=DTYPE_ALIASES,
     )
-    cautious: bool = declare(False, "apply weight decay only where the update shrinks the weight too")
     bucket_mib: float = declare(64.0, "MiB that a rank receives for one bucket of matrices", above=0)
 
 
@@ -539,7 +534,7 @@ class OptimSection:
         "float32",
         "dtype of AdamW's two moments; int8: one byte per number, with one scale for every 256 numbers of a row",
         aliases={**DTYPE_ALIASES, **dict.fromkeys(("8bit", "uint8", "torch.int8"), "int8")},
-        on_resume="fixed",
+        on_resume="never",
     )
     rounding: Literal["stochastic", "nearest"] = declare(
         "stochastic", "how AdamW rounds bfloat16 weights and moments; nearest loses small updates"

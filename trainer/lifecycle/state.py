@@ -26,7 +26,6 @@ from trainer.distributed.channel import Channel
 from trainer.errors import UserError
 from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import local, mesh_of, num_writes, tied_names
-from trainer.optim.adamw import convert_moments
 from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
@@ -356,8 +355,6 @@ class OptimizerState(StatePart):
                     _copy_unless_shared(moments[field], value)
                 else:
                     moments[field] = value
-        for part in self.optimizer.parts:
-            convert_moments(part)
         groups = [group for part in self.optimizer.parts for group in part.param_groups]
         if len(groups) == len(state["groups"]):
             for group, stored, initial in zip(groups, state["groups"], state["built"], strict=True):
@@ -416,13 +413,7 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: StoredTensor) -> torch.Tensor:
     if stored.shape == tuple(parameter.shape):
-        # If the optimizer sets a dtype, moments stored in another dtype are converted while they are read.
-        dtype_name = group.get("state_dtype") if field != "step" else None
-        is_quantized = "int8" in (dtype_name, str(stored.dtype).removeprefix("torch.u").removeprefix("torch."))
-        dtype = (
-            getattr(torch, dtype_name) if dtype_name and not is_quantized else stored.dtype
-        )  # int8 is converted afterwards
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        return torch.empty_like(parameter.detach(), dtype=stored.dtype)
     if stored.shape and stored.shape[:-1] == tuple(parameter.shape[:-1]) and stored.shape[-1] < parameter.shape[-1]:
         row_scales = parameter.detach()[..., : stored.shape[-1]]
         return torch.empty_like(row_scales, dtype=stored.dtype)

@@ -41,33 +41,6 @@ def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:
     return torch.zeros_like(parameter.detach()[..., : parameter.shape[-1] // length], dtype=torch.float32)
 
 
-def convert_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Convert moments read from a checkpoint to or from 8-bit codes, where a parameter group's dtype requires it."""
-    for group in optimizer.param_groups:
-        dtype_name = group.get("state_dtype", "float32")
-        is_int8 = dtype_name == "int8"
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            length = block_length(parameter.shape) if is_int8 else None
-            for name, code in CODES.items():
-                if name not in state or (f"{name}{SCALE}" in state) == (length is not None):
-                    continue
-                if length is None:
-                    scales = _flat(state.pop(f"{name}{SCALE}"))
-                    values = code.decode(_flat(state[name]).view(len(scales), -1), scales)
-                    dtype = torch.float32 if is_int8 else getattr(torch, dtype_name)
-                    state[name] = torch.zeros_like(parameter.detach(), dtype=dtype)
-                    _flat(state[name]).copy_(values.view(-1))
-                else:
-                    values = _flat(state[name]).float().view(-1, length)
-                    bits = torch.full(values.shape, 0x8000, dtype=torch.int32, device=values.device)  # round to nearest
-                    codes, scales = code.encode(values, bits)
-                    state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype)
-                    state[f"{name}{SCALE}"] = _zero_scales(parameter, length)
-                    _flat(state[name]).copy_(codes.view(-1))
-                    _flat(state[f"{name}{SCALE}"]).copy_(scales)
-
-
 class FusedAdamW(torch.optim.AdamW):
     """Torch's fused AdamW on the local shards, which is possible because it is elementwise.
 

@@ -23,6 +23,7 @@ from trainer.model.head import is_score_name
 from trainer.model.mup import Growth
 from trainer.model.parameters import CONVOLUTIONS, is_vector, tied_names
 from trainer.optim.muon import relative_update
+from trainer.tables import table
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
 """The optimizers that an entry of `optim.groups` can choose."""
@@ -230,7 +231,7 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
 def describe(
     parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str], are_configured: bool = False
 ) -> list[str]:
-    """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
+    """Return the lines of a table of the parameter groups: optimizer, weight decay, learning rate, size and names.
 
     The list is empty if there is a single optimizer, no group scales the learning rate, and none is configured.
 
@@ -240,18 +241,21 @@ def describe(
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
     if len(parts) == 1 and not are_configured and not any("lr_scale" in group for _, group in groups):
         return []
-    lines = []
+    rows = []
     for part, group in groups:
-        algorithm = getattr(part, "algorithm", type(part).__name__).lower()
         group_names = [
             re.sub(r"\.\d+(?=\.)", ".*", names.get(id(p), "a parameter outside the model")).removesuffix(".weight")
             for p in group["params"]
         ]
         patterns = list(dict.fromkeys(group_names))
-        shown = patterns[0] + (f" and {len(patterns) - 1} more" if len(patterns) > 1 else "")
-        numel = sum(p.numel() for p in group["params"])
-        scale = f", lr x {group['lr_scale']:.4g}" if group.get("lr_scale", 1.0) != 1 else ""
-        settings = f"decay {group.get('weight_decay', 0.0):.4g}{scale}"
-        tensors = f"{len(group['params'])} tensor{'s' * (len(group['params']) > 1)}"
-        lines.append(f"{algorithm}, {settings}: {numel:,} in {tensors}, {shown}")
-    return lines
+        rows.append(
+            (
+                getattr(part, "algorithm", type(part).__name__).lower(),
+                f"{group.get('weight_decay', 0.0):.4g}",
+                f"x {group.get('lr_scale', 1.0):.4g}",
+                f"{sum(p.numel() for p in group['params']):,}",
+                str(len(group["params"])),
+                patterns[0] + (f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""),
+            )
+        )
+    return table(("algorithm", "decay", "lr", "parameters", "tensors", "names"), rows, text_columns=(0, 5)).splitlines()

@@ -9,15 +9,14 @@ ranks, so Muon's result does not depend on the mesh.  NorMuon also sums squared 
 meshes may differ in the last bits.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, "NorMuon", arXiv:2510.05491;
-Amsel et al. 2025, "The Polar Express", arXiv:2505.16932; Liu et al. 2025, "Muon is Scalable for LLM Training",
-arXiv:2502.16982 (the scale `match_rms_adamw`); Chen et al. 2025, "Cautious Weight Decay", arXiv:2510.12402.
+Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982 (the scale `match_rms_adamw`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,23 +30,10 @@ from trainer.errors import setting_error
 from trainer.model.parameters import division_of, local, mesh_of
 from trainer.model.placement import Division
 
-JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
-"""Jordan's polynomial, which is applied five times; this maps singular values above 0.002 into [0.68, 1.21]."""
-POLAR = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845749518, 0.4188073119525673),
-)
-"""The polynomials of Polar Express, optimal for singular values between 1e-3 and 1."""
-_POLAR_MARGIN = 1.01
-"""Singular values are divided by this, so that in bfloat16 they do not exceed 1, the limit of the polar polynomials."""
-COEFFICIENTS = {
-    "jordan": JORDAN,
-    "polar": tuple((a / _POLAR_MARGIN, b / _POLAR_MARGIN**3, c / _POLAR_MARGIN**5) for a, b, c in POLAR),
-}
-"""Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5, by the value of `optim.muon.coefficients`."""
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5, one for each iteration.
+
+They are Jordan's, and map singular values above 0.002 into [0.68, 1.21]."""
 
 _EPS = 1e-7
 """Lower bound on the norms that matrices are divided by."""
@@ -59,7 +45,7 @@ _ROW_BETA, _ROW_EPS = 0.95, 1e-8
 # One matrix
 
 
-def orthogonalize(batch: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:
+def orthogonalize(batch: torch.Tensor) -> torch.Tensor:
     """Return matrices of the same shape (B, R, N) with singular values near 1, by Newton-Schulz iterations.
 
     Computed in the dtype of `batch`.  Zero matrices stay zero.  Needs memory for two batches and for two Gram
@@ -69,17 +55,17 @@ def orthogonalize(batch: torch.Tensor, coefficients: Sequence[tuple[float, float
     x = batch.mT if is_tall else batch
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
     del batch
-    for a, b, c in coefficients:
+    for a, b, c in NEWTON_SCHULZ:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         del gram  # before the next one is allocated
     return x.mT if is_tall else x
 
 
-def orthogonalization_flops(rows: int, columns: int, num_iterations: int = len(JORDAN)) -> int:
+def orthogonalization_flops(rows: int, columns: int) -> int:
     """Return the FLOPs of `orthogonalize` for one matrix."""
     short, long = sorted((rows, columns))
-    return num_iterations * (4 * short * short * long + 2 * short**3)
+    return len(NEWTON_SCHULZ) * (4 * short * short * long + 2 * short**3)
 
 
 def update_scale(scale: str, rows: int, columns: int) -> float:
@@ -233,8 +219,12 @@ class Ownership:
         owners = assign_owners(matrices, self._local_numel, replicate, shard)
         # A rank receives the fraction 1 / (replicate * shard) of the elements as an owner, and 1 / shard as a holder.
         capacity = bucket_numel * shard / (1 + 1 / replicate)
-        self.owned = [[(matrices[i], owners[i]) for i in bucket] for bucket in bucket_matrices(matrices, capacity)]
+        self._owned = [[(matrices[i], owners[i]) for i in bucket] for bucket in bucket_matrices(matrices, capacity)]
         """The matrices of each bucket with their owners."""
+
+    def buckets(self, rank: int) -> list[Bucket]:
+        """Return the buckets as one rank exchanges them."""
+        return [Bucket(self, bucket, rank) for bucket in self._owned]
 
     def _local_numel(self, matrix: Matrix, s: int) -> int:
         return self.piece_of(0, matrix, s).numel
@@ -247,30 +237,77 @@ class Ownership:
         start, stop = max(matrix.start, rows[0]), min(matrix.start + matrix.rows, rows[1])
         return Piece(number, start - matrix.start, max(0, stop - start), columns[0], columns[1] - columns[0])
 
-    def costs(self, rank: int) -> list[BucketCosts]:
-        """Return the costs of updating each bucket, for one rank."""
-        return [self._costs(bucket, rank) for bucket in self.owned]
+    def local_rows(self, matrix: Matrix, piece: Piece, s: int) -> slice:
+        """Return the rows of a piece on rank `s` of a replica among all rows that it holds of the parameter."""
+        experts, rows, _ = self._boxes[matrix.parameter][s]
+        start = (matrix.expert - experts[0]) * (rows[1] - rows[0]) + matrix.start + piece.start - rows[0]
+        return slice(start, start + piece.rows)
 
-    def _costs(self, bucket: Sequence[tuple[Matrix, int]], rank: int) -> BucketCosts:
-        r, s = divmod(rank, self.shard)
-        local_numel = {id(matrix): self._local_numel(matrix, s) for matrix, _ in bucket}
-        flops: Counter[int] = Counter()
-        for matrix, owner in bucket:
-            flops[owner] += matrix.flops
-        owned = [matrix for matrix, owner in bucket if owner == rank]
-        num_by_shape: Counter[tuple[int, int]] = Counter()
-        for matrix in owned:
-            num_by_shape[matrix.rows, matrix.columns] += 1
+
+class Bucket:
+    """Matrices exchanged together, and the pieces in each message of one rank.
+
+    A message is a flat tensor of pieces, ordered by peer, then by matrix.  Each rank derives the layout of all of its
+    messages from the owners.
+    """
+
+    def __init__(self, ownership: Ownership, owned: Sequence[tuple[Matrix, int]], rank: int) -> None:
+        """`owned`: the matrices with their owners.  `rank`: this rank among all ranks, replica by replica."""
+        self.matrices = [matrix for matrix, _ in owned]
+        by_owner: dict[int, list[int]] = defaultdict(list)
+        for i, (_, owner) in enumerate(owned):
+            by_owner[owner].append(i)
+        self._by_owner = by_owner
+        shard, (replica, own) = ownership.shard, divmod(rank, ownership.shard)
+
+        def pieces(indices: Iterable[int], s: int) -> list[Piece]:
+            candidates = [ownership.piece_of(i, self.matrices[i], s) for i in indices]
+            return [piece for piece in candidates if piece.numel]
+
+        self.owned = by_owner.get(rank, [])
+        """The matrices that this rank owns."""
+        self.local = pieces(range(len(owned)), own)
+        """The pieces that this rank holds, in the order of the matrices."""
+        first = replica * shard
+        self.to_owners = [pieces(by_owner.get(first + s, ()), own) for s in range(shard)]
+        """The local pieces that each rank of this replica needs as an owner."""
+        self.from_holders = [pieces(self.owned, s) for s in range(shard)]
+        all_ranks = range(ownership.replicate * shard)
+        self.to_holders = [self.from_holders[peer % shard] for peer in all_ranks]
+        self.from_owners = [pieces(by_owner.get(peer, ()), own) for peer in all_ranks]
+
+    def with_spans(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
+        """Yield each piece of a message with the range that its elements occupy in the message."""
+        start = 0
+        for piece in itertools.chain.from_iterable(pieces):
+            stop = start + piece.numel
+            yield piece, slice(start, stop)
+            start = stop
+
+    def sizes(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
+        """Return the number of elements in each peer's part of a message."""
+        return [sum(piece.numel for piece in part) for part in pieces]
+
+    def owned_by_shape(self) -> dict[tuple[int, int], list[int]]:
+        """Return the matrices that this rank owns by their rows and columns; each list is computed as one batch."""
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in self.owned:
+            by_shape[self.matrices[i].rows, self.matrices[i].columns].append(i)
+        return by_shape
+
+    def costs(self) -> BucketCosts:
+        """Return what it costs this rank to update the bucket."""
+        by_shape = {shape: len(indices) for shape, indices in self.owned_by_shape().items()}
         return BucketCosts(
-            sent_to_owners=sum(local_numel[id(matrix)] for matrix, owner in bucket if owner // self.shard == r),
-            owned=sum(matrix.numel for matrix in owned),
-            sent_to_holders=self.replicate * sum(matrix.numel for matrix in owned),
-            held=sum(local_numel.values()),
-            iteration_numel=max((n * (r * c + min(r, c) ** 2) for (r, c), n in num_by_shape.items()), default=0),
-            largest_piece=max(local_numel.values(), default=0),
-            num_matrices=len(bucket),
-            num_shapes=len(num_by_shape),
-            flops=max(flops.values()),
+            sent_to_owners=sum(self.sizes(self.to_owners)),
+            owned=sum(self.sizes(self.from_holders)),
+            sent_to_holders=sum(self.sizes(self.to_holders)),
+            held=sum(self.sizes(self.from_owners)),
+            iteration_numel=max((n * (r * c + min(r, c) ** 2) for (r, c), n in by_shape.items()), default=0),
+            largest_piece=max((piece.numel for piece in self.local), default=0),
+            num_matrices=len(self.matrices),
+            num_shapes=len(by_shape),
+            flops=max(sum(self.matrices[i].flops for i in indices) for indices in self._by_owner.values()),
         )
 
 
@@ -357,64 +394,14 @@ def _division_of(parameter: torch.Tensor) -> Division:
     return division
 
 
-class _Bucket:
-    """Matrices exchanged together.  Each rank derives the layout of all messages from the owners.
-
-    A message is a flat tensor of pieces, ordered by peer, then by matrix.
-    """
-
-    def __init__(self, matrices: list[Matrix], owners: list[int], layout: _Layout) -> None:
-        self.matrices, self.owners, self._mesh = matrices, owners, layout.mesh
-        mesh = layout.mesh
-        self.owned = [i for i, owner in enumerate(owners) if owner == mesh.rank]
-        """The matrices that this rank owns."""
-
-        def pieces(indices: Iterable[int], s: int) -> list[Piece]:
-            candidates = [layout.piece_of(i, matrices[i], s) for i in indices]
-            return [piece for piece in candidates if piece.numel]
-
-        def owned_by(rank: int) -> list[int]:
-            return [i for i, owner in enumerate(owners) if owner == rank]
-
-        first = mesh.replica_rank * mesh.shard
-        self.local = pieces(range(len(matrices)), mesh.shard_rank)
-        """The pieces that this rank holds, in the order of the matrices."""
-        self.to_owners = [pieces(owned_by(first + s), mesh.shard_rank) for s in range(mesh.shard)]
-        """The local pieces that each rank of this replica needs as an owner."""
-        self.from_holders = [pieces(self.owned, s) for s in range(mesh.shard)]
-        all_ranks = range(mesh.size)
-        self.to_holders = [self.from_holders[rank % mesh.shard] for rank in all_ranks]
-        self.from_owners = [pieces(owned_by(rank), mesh.shard_rank) for rank in all_ranks]
-
-    def with_spans(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
-        """Yield each piece of a message with the range that its elements occupy in the message."""
-        start = 0
-        for piece in itertools.chain.from_iterable(pieces):
-            stop = start + piece.numel
-            yield piece, slice(start, stop)
-            start = stop
-
-    def sizes(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
-        """Return the number of elements in each peer's part of a message."""
-        return [sum(piece.numel for piece in part) for part in pieces]
-
-
 class _Layout(Ownership):
-    """The parameters of one mesh, and the messages of each bucket."""
+    """The parameters of one mesh, and the buckets of this rank."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], matrices: Sequence[Matrix], bucket_numel: float) -> None:
         self.mesh = _Mesh(parameters[0])
         shapes, divisions = [tuple(p.shape) for p in parameters], [_division_of(p) for p in parameters]
         super().__init__(shapes, divisions, matrices, self.mesh.replicate, self.mesh.shard, bucket_numel)
-        self.buckets = [
-            _Bucket([matrix for matrix, _ in bucket], [owner for _, owner in bucket], self) for bucket in self.owned
-        ]
-
-    def local_rows(self, matrix: Matrix, piece: Piece) -> slice:
-        """Return the rows of a local piece among all rows that this rank holds of its parameter."""
-        experts, rows, _ = self._boxes[matrix.parameter][self.mesh.shard_rank]
-        start = (matrix.expert - experts[0]) * (rows[1] - rows[0]) + matrix.start + piece.start - rows[0]
-        return slice(start, start + piece.rows)
+        self.own_buckets = self.buckets(self.mesh.rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -446,10 +433,8 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         variant: str = "muon",
-        coefficients: str = "jordan",
         scale: str = "match_rms_adamw",
         dtype: torch.dtype = torch.bfloat16,
-        cautious: bool = False,
         bucket_bytes: float = 64 * 2**20,
         blocks: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
@@ -457,8 +442,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.algorithm = "NorMuon" if variant == "normuon" else "Muon"
         self._normalizes_rows = variant == "normuon"
-        self._coefficients, self._scale, self._dtype = COEFFICIENTS[coefficients], scale, dtype
-        self._cautious, self._bucket_bytes = cautious, bucket_bytes
+        self._scale, self._dtype = scale, dtype
+        self._bucket_bytes = bucket_bytes
         self._blocks = dict(blocks or {})
         self._layouts: dict[tuple[int, ...], list[_Layout]] = {}
 
@@ -533,7 +518,7 @@ class _Step:
         Up to three buckets are in flight: one is being sent to the owners, one is being computed, and the results of
         another are being sent back.  All ranks start the collectives in this order.
         """
-        buckets = self._layout.buckets
+        buckets = self._layout.own_buckets
         gathering: dict[int, _Message] = {}
         scattering: dict[int, _Message] = {}
         for turn in range(len(buckets) + 2):
@@ -544,7 +529,7 @@ class _Step:
             if turn >= 2:
                 self._update_rows(buckets[turn - 2], scattering.pop(turn - 2).wait())
 
-    def _gather(self, bucket: _Bucket) -> _Message:
+    def _gather(self, bucket: Bucket) -> _Message:
         """Update the momentum of the local rows, and send them to their owners in this replica."""
         sent_sizes, received_sizes = bucket.sizes(bucket.to_owners), bucket.sizes(bucket.from_holders)
         sent = self._new_message(sent_sizes)
@@ -558,7 +543,7 @@ class _Step:
 
     def _direction(self, matrix: Matrix, piece: Piece) -> torch.Tensor:
         """Update the momentum of a piece of a matrix and return its Nesterov momentum, of shape (rows, columns)."""
-        rows = self._layout.local_rows(matrix, piece)
+        rows = self._local_rows(matrix, piece)
         gradient, momentum = self._gradients[matrix.parameter][rows], self._momenta[matrix.parameter][rows]
         beta = self._groups[matrix.parameter]["momentum"]
         if self._grad_scale is not None:
@@ -568,10 +553,13 @@ class _Step:
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta)
         return gradient.to(momentum.dtype).lerp(momentum, beta)
 
+    def _local_rows(self, matrix: Matrix, piece: Piece) -> slice:
+        return self._layout.local_rows(matrix, piece, self._mesh.shard_rank)
+
     def _new_message(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(sizes), device=self._mesh.device, dtype=self._optimizer._dtype)
 
-    def _scatter(self, bucket: _Bucket, message: _Message) -> _Message:
+    def _scatter(self, bucket: Bucket, message: _Message) -> _Message:
         """Orthogonalize the matrices that this rank owns, and send their pieces to all ranks that hold them."""
         sent_sizes, received_sizes = bucket.sizes(bucket.to_holders), bucket.sizes(bucket.from_owners)
         sent = self._new_message(sent_sizes)
@@ -579,7 +567,7 @@ class _Step:
         del message  # frees its memory before the next message is allocated
         return _Message(sent, sent_sizes, received_sizes, self._mesh.group, self._mesh.position)
 
-    def _orthogonalize(self, bucket: _Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
+    def _orthogonalize(self, bucket: Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Orthogonalize the matrices in `received`, one batch per shape, and write the results to `sent`."""
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for piece, span in bucket.with_spans(bucket.from_holders):  # holders are in the order of their rows or columns
@@ -587,20 +575,15 @@ class _Step:
         spans: dict[int, list[tuple[Piece, slice]]] = defaultdict(list)
         for piece, span in bucket.with_spans(bucket.to_holders):
             spans[piece.matrix].append((piece, span))
-        owned_by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in bucket.owned:
-            owned_by_shape[bucket.matrices[i].rows, bucket.matrices[i].columns].append(i)
-        for (rows, columns), indices in owned_by_shape.items():
+        for (rows, columns), indices in bucket.owned_by_shape().items():
             # No variable refers to the batch, so that its memory is freed when the iterations start.
-            results = orthogonalize(
-                _assemble([parts.pop(i) for i in indices], rows, columns), self._optimizer._coefficients
-            )
+            results = orthogonalize(_assemble([parts.pop(i) for i in indices], rows, columns))
             for i, matrix in zip(indices, results.unbind(), strict=True):
                 for piece, span in spans[i]:
                     sent[span].view(piece.rows, piece.columns).copy_(piece.select(matrix))
             del results, matrix  # before the next batch is allocated
 
-    def _update_rows(self, bucket: _Bucket, received: torch.Tensor) -> None:
+    def _update_rows(self, bucket: Bucket, received: torch.Tensor) -> None:
         """Update the local rows of the weights."""
         updates: dict[int, torch.Tensor] = {}
         pieces: dict[int, Piece] = {}
@@ -612,27 +595,24 @@ class _Step:
         for i, update in updates.items():
             matrix = bucket.matrices[i]
             group, weight = self._groups[matrix.parameter], self._weights[matrix.parameter]
-            rows = weight[self._layout.local_rows(matrix, pieces[i])]
+            rows = weight[self._local_rows(matrix, pieces[i])]
             step_size = group["lr"] * update_scale(self._optimizer._scale, matrix.rows, matrix.columns)
             update = update.to(weight.device)
             new = rows if self._found_inf is None else rows.clone()
-            if self._optimizer._cautious:
-                new -= group["lr"] * group["weight_decay"] * torch.where(update * new > 0, new, 0.0)
-            else:
-                new.mul_(1 - group["lr"] * group["weight_decay"])
+            new.mul_(1 - group["lr"] * group["weight_decay"])
             new.add_(update, alpha=-step_size)
             if self._found_inf is not None:
                 rows.copy_(torch.where(self._found_inf > 0, rows, new))
 
     def _normalized(
-        self, bucket: _Bucket, updates: Mapping[int, torch.Tensor], pieces: Mapping[int, Piece]
+        self, bucket: Bucket, updates: Mapping[int, torch.Tensor], pieces: Mapping[int, Piece]
     ) -> dict[int, torch.Tensor]:
         """Divide each row by the root of its running mean square, and give each matrix an orthogonal matrix's norm."""
         norms = torch.zeros(len(bucket.matrices), device=self._mesh.device, dtype=torch.float32)
         divided: dict[int, torch.Tensor] = {}
         for i, update in updates.items():
             matrix = bucket.matrices[i]
-            squares = self._squares[matrix.parameter][self._layout.local_rows(matrix, pieces[i])]
+            squares = self._squares[matrix.parameter][self._local_rows(matrix, pieces[i])]
             update = update.to(squares.device).float()
             mean = update.square().mean(dim=1)
             if self._found_inf is not None:

@@ -214,10 +214,8 @@ def _build(
             config.peak_lr,
             momentum=config.momentum,
             variant=muon.variant,
-            coefficients=muon.coefficients,
             scale=muon.scale,
             dtype=getattr(torch, muon.dtype),
-            cautious=muon.cautious,
             bucket_bytes=muon.bucket_mib * 2**20,
             blocks=blocks,
         )
@@ -233,9 +231,6 @@ def _build(
             state_dtype=getattr(torch, config.state_dtype),
             stochastic=config.rounding == "stochastic",
         )
-    for group in groups:
-        if all(parameter.dtype == torch.float32 for parameter in group["params"]):
-            group["state_dtype"] = "float32"  # overrides the value in a checkpoint
     return FusedAdamW(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps, fused=True)
 
 

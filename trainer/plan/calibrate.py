@@ -22,7 +22,7 @@ from trainer.distributed.environment import find_environment
 from trainer.distributed.exchange import all_gather_single
 from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.errors import setting_error
-from trainer.optim.muon import JORDAN, orthogonalization_flops, orthogonalize
+from trainer.optim.muon import orthogonalization_flops, orthogonalize
 from trainer.plan.machine import write_calibration
 
 _BUDGET_S = 0.6
@@ -113,7 +113,7 @@ def _orthogonalize_rate(config: RunConfig, device: torch.device, dtype: torch.dt
     batches = [torch.randn(2, rows, width, device=device).to(dtype) for rows in (width, 3 * width)]
     for batch in batches:
         flops += batch.shape[0] * orthogonalization_flops(*batch.shape[1:])
-    return flops / _seconds(lambda: [orthogonalize(batch, JORDAN) for batch in batches], device)
+    return flops / _seconds(lambda: [orthogonalize(batch) for batch in batches], device)
 
 
 def _attention_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.schema import MuonSection
 from trainer.model.placement import Division
-from trainer.optim.muon import JORDAN, BucketCosts, Ownership, split_into_matrices
+from trainer.optim.muon import NEWTON_SCHULZ, BucketCosts, Ownership, split_into_matrices
 from trainer.plan.rates import Collective, Rates
 from trainer.plan.trace import ParameterInfo
 
@@ -35,9 +35,8 @@ class MuonUpdate:
         matrices = [m for n, p in enumerate(parameters) for m in split_into_matrices(n, p.shape, p.muon_blocks or ())]
         self._itemsize = {"bfloat16": 2, "float32": 4}[config.dtype]
         bucket_numel = config.bucket_mib * 2**20 / self._itemsize
-        self._buckets = Ownership(
-            shapes, [divisions[p.name] for p in parameters], matrices, replicate, shard, bucket_numel
-        ).costs(rank=0)
+        ownership = Ownership(shapes, [divisions[p.name] for p in parameters], matrices, replicate, shard, bucket_numel)
+        self._buckets = [bucket.costs() for bucket in ownership.buckets(rank=0)]
         self._moment_size = max((p.element_size for p in parameters), default=4)
         self._replicate, self._shard = replicate, shard
         self._is_normuon = config.variant == "normuon"
@@ -96,7 +95,7 @@ class MuonUpdate:
         for bucket in self._buckets:
             copied = bucket.held + bucket.sent_to_owners + 2 * bucket.owned + bucket.sent_to_holders
             seconds += bucket.flops / flops_per_s + 2 * copied * self._itemsize / rates.memory
-            seconds += (2 * bucket.num_matrices + 2 * len(JORDAN) * bucket.num_shapes) * rates.kernel_s
+            seconds += (2 * bucket.num_matrices + 2 * len(NEWTON_SCHULZ) * bucket.num_shapes) * rates.kernel_s
         if self._buckets and self._replicate * self._shard > 1:
             first, last = self._buckets[0], self._buckets[-1]
             if self._shard > 1:
