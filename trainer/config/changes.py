@@ -105,10 +105,8 @@ def _differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple
 def _never_changes_error(config: RunConfig, key: str, before: object, now: object) -> UserError:
     rule = f"the checkpoint was written with {before}, which cannot be converted"
     start = config.run_dir if config.checkpoint.resume == "auto" else config.checkpoint.resume
-    other_run = f"run.name={free_run_name(config)} train.init_from={start}"
-    return setting_error(
-        key, now, rule, fix=f"set {key}={before}, or train another run from these weights: {other_run}"
-    )
+    fix = f"set {key}={before}, or train another run from these weights: run.name={free_run_name(config)} "
+    return setting_error(key, now, rule, fix=f"{fix}train.init_from={start}")
 
 
 def _check_same_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from trainer.errors import setting_error
 
 OnResume = Literal["never", "fixed", "free", "ignored"]
-"""Whether a key may change when a run resumes: `never`; `fixed`, only if `checkpoint.allow_changes` names it; `free`; or
-`ignored`, if it does not affect training and a change is not even reported."""
+"""Whether a key may change when a run resumes: `never`; `fixed`, only if `checkpoint.allow_changes` names it; `free`;
+or `ignored`, if it does not affect training and a change is not even reported."""
 
 
 def declare(
