@@ -6,7 +6,7 @@
     python -m trainer.export <run or checkpoint> weights.pt           a plain state dict, written with torch.save
     python -m trainer.export <run or checkpoint> weights.safetensors  a plain state dict, in safetensors format
 
-Uses one process.  A folder is written block by block, so the model may be larger than memory.
+Uses one process.  A folder is written file by file, so the model may be larger than memory.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from trainer.metrics.record import read_records
 from trainer.model_spec import WeightSource
 from trainer.registry import add_working_directory_to_sys_path
 from trainer.weights.adapters import BASE, export_adapter
-from trainer.weights.exporting import (
+from trainer.weights.exporting import MAX_FILE_BYTES, cast_weight, export
+from trainer.weights.loading import build_meta_model, load_unsharded, with_merged_adapters
+from trainer.weights.model_card import CARD_FILE, model_card
+from trainer.weights.model_files import (
     TOKENIZER,
+    ModelFiles,
     as_temporary_folder,
-    cast_weight,
-    export,
     is_tokenizer_file,
     tokenizer_settings,
 )
-from trainer.weights.loading import build_meta_model, load_unsharded, model_files_of, with_merged_adapters
-from trainer.weights.model_card import CARD_FILE, model_card
 
 METRICS = "metrics.jsonl"
 _MERGED_ORIGINAL = "--merged-original"
@@ -65,7 +65,7 @@ def export_checkpoint(
     checkpoint: str | os.PathLike[str],
     target: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
-    max_shard_gb: float = 5.0,
+    max_shard_gb: float = MAX_FILE_BYTES / 1e9,
     overwrite: bool = False,
     allow_import: Collection[str] = (),
     merge: bool | Literal["original"] | None = None,
@@ -79,7 +79,8 @@ def export_checkpoint(
     contains only the adapters, in peft's format, unless they are merged.
 
     dtype: dtype of the exported weights; None for the stored dtypes.
-    max_shard_gb: maximum size of a safetensors file in 10^9 bytes; larger models are split.
+    max_shard_gb: maximum size of a safetensors file in 10^9 bytes; larger models are split.  A file is held in memory
+        while it is written.
     overwrite: whether to replace an earlier export.
     allow_import: modules that may be imported if the checkpoint names them (see `load_weights`).
     merge: whether to merge the adapters into the model.  If its base weights were quantized (`lora.base_dtype`), True
@@ -94,7 +95,7 @@ def export_checkpoint(
     stored = open_checkpoint(checkpoint, ema)
     config = load_stored(stored.config_yaml, allow_import=allow_import)
     path = Path(target)
-    model_files = model_files_of(stored)
+    model_files = ModelFiles.of_checkpoint(stored)
     if TOKENIZER in model_files.files and _was_trained_on_bytes(config):
         print_stderr(
             "warning: the run was trained on bytes: the tokenizer that came with its initial weights is left out"
@@ -204,7 +205,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     parser.add_argument(
-        "--max-shard-gb", type=float, default=5.0, help="maximum size of one safetensors file (default: 5)"
+        "--max-shard-gb",
+        type=float,
+        default=MAX_FILE_BYTES / 1e9,
+        help="maximum size of one safetensors file, and of memory to write it (default: 2)",
     )
     adapters = parser.add_mutually_exclusive_group()
     adapters.add_argument(
@@ -238,7 +242,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _export(options: argparse.Namespace) -> int:
     if not 0 < options.max_shard_gb < math.inf:
         raise UserError(
-            f"--max-shard-gb={options.max_shard_gb}: must be above 0 and finite\n  for example: --max-shard-gb=5"
+            f"--max-shard-gb={options.max_shard_gb}: must be above 0 and finite\n  for example: --max-shard-gb=2"
         )
     if options.target is None and options.push is None:
         raise UserError("TARGET is missing\n  to fix: give a folder, or --push ORG/NAME")

@@ -56,8 +56,14 @@ from trainer.model.sample import (
     max_seq_len,
 )
 from trainer.registry import add_working_directory_to_sys_path
-from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
-from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
+from trainer.weights.loading import build_meta_model, model_of_checkpoint, model_of_folder
+from trainer.weights.model_files import (
+    GENERATION,
+    ModelFiles,
+    read_model_files,
+    settings_for_folder,
+    tokenizer_settings,
+)
 
 _MAX_PROMPT_CHARS = 60
 """The message about a prompt that is too long cuts the prompt off after this many characters."""
@@ -154,7 +160,7 @@ def open_generator(
     if config.objective.outputs:
         rule = f"was trained with train.objective={config.train.objective}: it scores texts, and cannot generate them"
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
-    model_files = model_files_of(source)
+    model_files = ModelFiles.of_checkpoint(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(model_files, config.data.tokenizer))
     turn_ends = frozenset(chat_stop_ids(tokenizer, template) if config.data.source == "chat" else ())
     return TextGenerator(

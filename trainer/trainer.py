@@ -55,15 +55,8 @@ from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, traini
 from trainer.plan.forecast import Forecast, describe_choice, resolve_on_device
 from trainer.sequence import enable_slices
 from trainer.stopping import stop
-from trainer.weights.exporting import ModelFiles
-from trainer.weights.loading import (
-    MODEL_FILES,
-    init_weights,
-    load_base,
-    load_initial_weights,
-    load_weights,
-    store_tokenizer,
-)
+from trainer.weights.loading import init_weights, load_base, load_initial_weights, load_weights
+from trainer.weights.model_files import MODEL_FILES, ModelFiles
 
 
 class Trainer:
@@ -501,7 +494,7 @@ class Trainer:
             self.saver.record_loaded(self.state, self.resume.is_own_checkpoint)
             self.stop_criterion.after_load(self.resume.is_own_checkpoint)
             if has_changed(self.config, restored.config_yaml, "data.tokenizer", "data.chat_template"):
-                store_tokenizer(self.model_files, self.config, self.world)
+                self.model_files.store_tokenizer(self.config, self.world)
         elif not self._has_loaded:
             self.initial_weights_source = load_initial_weights(self.model, self.model_files, self.config, self.world)
         self._has_loaded = True

@@ -14,7 +14,7 @@ from tests.helpers.cases import campaign_except
 from tests.helpers.launch import fork, run_module
 from tests.helpers.native_models import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
-from trainer.weights.exporting import read_model_files
+from trainer.weights.model_files import read_model_files
 
 pytest.importorskip("tokenizers")
 

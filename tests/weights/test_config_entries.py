@@ -21,8 +21,9 @@ from trainer.config.model_folder import find_native, generic_model_of
 from trainer.config.weights import locate
 from trainer.model.network import build_network
 from trainer.registry import find_model
-from trainer.weights.exporting import ModelFiles, export, read_model_files
+from trainer.weights.exporting import export
 from trainer.weights.loading import build_meta_model, load_unsharded, open_weights
+from trainer.weights.model_files import ModelFiles, read_model_files
 
 transformers = pytest.importorskip("transformers")
 

@@ -31,7 +31,7 @@ from tests.helpers.native_models import (
 from trainer import Trainer, UserError, load_config, run
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import export_checkpoint
-from trainer.weights.exporting import ModelFiles, read_model_files, read_tokenizer
+from trainer.weights.model_files import ModelFiles, read_model_files, read_tokenizer
 
 LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
 

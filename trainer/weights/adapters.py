@@ -28,16 +28,8 @@ from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
 from trainer.model_spec import ModelSpec, Transposed
 from trainer.weights.expert_adapters import ExpertAdapterPart, PeftFactors, peft_prefixes, target_parameters
-from trainer.weights.exporting import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    MARK,
-    ExportedTensor,
-    ModelFiles,
-    is_tokenizer_file,
-    json_bytes,
-    write_folder,
-)
+from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, ExportedTensor, write_folder
+from trainer.weights.model_files import ModelFiles, is_tokenizer_file, json_bytes
 from trainer.weights.sources import WeightSource, row_blocks
 
 BASE = "base"
@@ -274,7 +266,7 @@ def export_adapter(
         elif is_score_name(name):
             head_name = f"base_model.model.{names.to_huggingface(name)}"
             tensors.append(ExportedTensor(name, head_name, shape, dtype or source.dtypes[name]))
-    has_head = any(is_score_name(tensor.name) for tensor in tensors)
+    has_head = any(is_score_name(tensor.source_name) for tensor in tensors)
     all_names = [names.to_huggingface(name) or name for name in model.state_dict(keep_vars=True)]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     settings = {

@@ -1,229 +1,40 @@
-"""Exports a model as a folder that transformers can load: safetensors, config.json, tokenizer and related files.
-
-`ModelFiles` keeps the small files that came with a model, so that exports can include them.
-"""
+"""Exports a model as a folder that transformers can load: safetensors, config.json, tokenizer and related files."""
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
-from trainer.checkpoint.state_parts import StatePart
-from trainer.config.model_folder import (
-    CONFIG_JSON,
-    INDEX,
-    WEIGHTS,
-    check_links,
-    fields_of,
-    find_huggingface,
-    free_fields,
-)
-from trainer.config.rules import CHATML, CHATML_TEMPLATE
+from trainer.config.model_folder import CONFIG_JSON, INDEX, WEIGHTS, fields_of, find_huggingface, free_fields
 from trainer.errors import UserError, setting_error
-from trainer.files import parse_json, sync_folder, temporary_folder, writing_to
+from trainer.files import sync_folder, writing_to
 from trainer.model.head import is_score_name
 from trainer.model.network import HuggingFaceNames, replace_head
 from trainer.model_spec import ModelSpec, Stacked, Transposed
-from trainer.weights.sources import DTYPE_NAMES, WeightSource, find_weights, named_weights, row_blocks
-
-# ---------------------------------------------------------------------------------------------------------------
-# The small files that came with a model
-
-GENERATION = "generation_config.json"
-TOKENIZER = "tokenizer.json"
-TEMPLATE = "chat_template.jinja"
-
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates/*.jinja")
-
-TOKENIZER_FILES = (
+from trainer.weights.model_files import (
+    GENERATION,
     TOKENIZER,
-    _TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    TEMPLATE,
-    *_OTHER_TEMPLATES,
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
+    ModelFiles,
+    is_tokenizer_file,
+    json_bytes,
+    read_tokenizer,
+    template_of,
+    with_template,
+    with_tokenizer_config,
 )
-"""Names and glob patterns of the tokenizer files that transformers uses."""
-
-
-class ModelFiles(StatePart):
-    """The small files that came with a model: tokenizer, chat template, generation settings, config.json.
-
-    Part of a run's state, the same on all ranks.  Training does not need these files, but exports include them, even if
-    the folder that training started from no longer exists.
-
-    files: the contents, by name, of the files that came with the initial weights or, if there are none, of those in
-        `model.path`; may be empty.
-    tokenizer: the contents, by name, of the files of the run's own tokenizer (`data.tokenizer`), with the chat template
-        (`data.chat_template`) if that is set; empty for `bytes` without a template.
-    """
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.tokenizer: dict[str, bytes] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"files": _pack(self.files), "tokenizer": _pack(self.tokenizer)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.files, self.tokenizer = _unpack(state["files"]), _unpack(state["tokenizer"])
-
-
-def _pack(files: Mapping[str, bytes]) -> dict[str, Any]:
-    # A checkpoint stores arrays with its tensors, not in the JSON that is read whenever the checkpoint is inspected.
-    return {name: np.frombuffer(data, np.uint8) if data else data for name, data in files.items()}
-
-
-def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
-    return {name: bytes(data) for name, data in state.items()}
-
-
-@contextmanager
-def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Write files, given as contents by name, to a temporary folder; yield it, and delete it after the block."""
-    with temporary_folder() as folder:
-        for relative, data in files.items():
-            file = folder / relative
-            file.parent.mkdir(exist_ok=True)
-            file.write_bytes(data)
-        yield folder
-
-
-@contextmanager
-def tokenizer_settings(model_files: ModelFiles, setting: str) -> Iterator[tuple[str, str]]:
-    """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's tokenizer.
-
-    This is the run's own tokenizer or, if it has none, the one that came with the model.  Its stored files are written
-    to a temporary folder, which exists until the block ends.
-
-    setting: the run's `data.tokenizer`, which is used if no tokenizer is stored.
-    """
-    files = model_files.tokenizer or {
-        name: data for name, data in model_files.files.items() if TOKENIZER in model_files.files
-    }
-    if not files:
-        yield setting, "model"
-        return
-    with as_temporary_folder(files) as folder:
-        yield settings_for_folder(folder)
-
-
-def is_tokenizer_file(name: str) -> bool:
-    """Return whether a file, given its path in a model folder, belongs to the tokenizer."""
-    return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
-
-
-def read_model_files(folder: str | Path) -> dict[str, bytes]:
-    """Return the small files of a Hugging Face folder by name.  Raises UserError if one cannot be read."""
-    return _read_files(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
-
-
-def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: a tokenizer.json, and the related files next to it; none for `bytes`.
-
-    A file with another name is returned as tokenizer.json, without related files.
-
-    setting: the value of `data.tokenizer`.
-    template: the value of `data.chat_template`; a file, or `chatml`, replaces the tokenizer's own templates.
-
-    Raises UserError if a file cannot be read.
-    """
-    files = _read_tokenizer(setting)
-    if template == "model":
-        return files
-    if template == CHATML:
-        return with_template(files, CHATML_TEMPLATE.encode())
-    path = Path(template).expanduser()
-    try:
-        return with_template(files, path.read_bytes())
-    except OSError as error:
-        raise setting_error("data.chat_template", template, f"cannot be read ({error.strerror})") from error
-
-
-def template_of(files: Mapping[str, bytes]) -> bytes | None:
-    """Return the chat template among a tokenizer's files: a separate file, else an entry in its settings; or None."""
-    if TEMPLATE in files:
-        return files[TEMPLATE]
-    inline = _settings_of(files).get("chat_template")
-    return inline.encode() if isinstance(inline, str) else None
-
-
-def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
-    """Return a tokenizer's files with `template` as their only chat template, wherever tools look for one."""
-    other_files = {
-        name: data for name, data in files.items() if not any(fnmatch(name, pattern) for pattern in _OTHER_TEMPLATES)
-    }
-    settings = _settings_of(other_files)
-    if "chat_template" in settings:
-        settings["chat_template"] = template.decode()
-        other_files[_TOKENIZER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
-    return other_files | {TEMPLATE: template}
-
-
-def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
-    with suppress(ValueError):
-        content = parse_json(files.get(_TOKENIZER_CONFIG, b"{}"))
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def settings_for_folder(folder: Path) -> tuple[str, str]:
-    """Return values for `data.tokenizer` and `data.chat_template` that refer to the model files in a folder."""
-    if (folder / TOKENIZER).exists():
-        return str(folder), "model"
-    return "bytes", str(folder / TEMPLATE) if (folder / TEMPLATE).exists() else "model"
-
-
-def _read_tokenizer(setting: str) -> dict[str, bytes]:
-    if setting == "bytes":
-        return {}
-    path = Path(setting).expanduser()
-    if not path.is_file():
-        rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
-        raise setting_error("data.tokenizer", setting, rule, fix="give an existing file")
-    if path.name == TOKENIZER:
-        return _read_files(path.parent, TOKENIZER_FILES, "data.tokenizer", named_file=TOKENIZER)
-    named_file = glob.escape(path.name)
-    (data,) = _read_files(path.parent, (named_file,), "data.tokenizer", named_file=named_file).values()
-    return {TOKENIZER: data}
-
-
-def _read_files(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
-    """Return the files of a folder that match any of `patterns`, by name.
-
-    named_file: the pattern of the file that the user named, which may be a link to a file outside the folder.
-    """
-    check_links(folder, setting, [pattern for pattern in patterns if pattern != named_file])
-    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-    try:
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-    except OSError as error:
-        raise setting_error(setting, folder, f"{error.filename} cannot be read ({error.strerror})") from error
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The export
+from trainer.weights.sources import WeightSource, find_weights, named_weights, row_blocks
 
 PARTIAL = ".partial"
 """Suffix of an unfinished file's name, which also starts with a dot."""
@@ -238,30 +49,58 @@ _FILES_WITH_MARK = (CONFIG_JSON, ADAPTER_WEIGHTS)
 """Files that may contain `MARK`.  They stay in the folder, as proof of an earlier export, until they are replaced."""
 
 
+MAX_FILE_BYTES = 2 * 10**9
+"""Default limit on the size of a file of weights, which is held in memory while it is written."""
+
+
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor to write: its name and shape in the source, and its name and dtype in the file."""
+    """A tensor to write.
 
+    source_name: its name in the source.
+    row: the row of the source's tensor that it is; None if it is the whole tensor, or its transpose.
+    name, shape, dtype: those that it has in the file.
+    """
+
+    source_name: str
     name: str
-    exported_name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    row: int | None = None
+    is_transposed: bool = False
 
-    @property
-    def is_transposed(self) -> bool:
-        return isinstance(self.exported_name, Transposed)
+    @classmethod
+    def named(cls, source_name: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[ExportedTensor]:
+        """Return the tensors that a tensor of the source becomes: several if `name` is a `Stacked`.
+
+        shape: its shape in the source.
+        """
+        if isinstance(name, Stacked):
+            return [cls(source_name, name.replace("*", str(row)), shape[1:], dtype, row=row) for row in range(shape[0])]
+        if isinstance(name, Transposed):
+            return [cls(source_name, str(name), (*shape[:-2], shape[-1], shape[-2]), dtype, is_transposed=True)]
+        return [cls(source_name, name, shape, dtype)]
 
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def entries(self) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors in the file, in order; one for each row of a `Stacked` tensor."""
-        if isinstance(self.exported_name, Stacked):
-            return {self.exported_name.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
-        if self.is_transposed:
-            return {self.exported_name: (*self.shape[:-2], self.shape[-1], self.shape[-2])}
-        return {self.exported_name: self.shape}
+    def read(self, source: WeightSource) -> torch.Tensor:
+        """Return the tensor as it is written.  Besides it, only a block of the source's tensor is in memory."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        rows = tensor.mT if self.is_transposed else tensor
+        if self.row is not None:
+            rows.copy_(self._cast(source.read(self.source_name, self.row, self.row + 1)[0]))
+        elif not self.shape:
+            rows.copy_(self._cast(source.read(self.source_name)))
+        else:
+            source_dtype = source.dtypes[self.source_name]
+            for start, stop in row_blocks(rows.shape, source_dtype, 0, len(rows)):
+                rows[start:stop].copy_(self._cast(source.read(self.source_name, start, stop)))
+        return tensor
+
+    def _cast(self, weight: torch.Tensor) -> torch.Tensor:
+        return cast_weight(weight, self.dtype, self.name)
 
 
 def export(
@@ -271,7 +110,7 @@ def export(
     folder: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_FILE_BYTES,
     tokenizer: str = "bytes",
     end_id: int | None = None,
     turn_ends: Collection[int] = (),
@@ -293,7 +132,8 @@ def export(
         entries of config.json are changed.  If the model was trained with a different tokenizer, that is exported
         instead, and `end_id` is added to `eos_token_id`.
 
-    Memory: a few blocks of `sources.BLOCK_BYTES`, and what `source` needs to read one.  One process, no collectives.
+    Memory: one file, at most `max_shard_bytes` or a larger tensor, and what `source` needs to read a block of
+    `sources.BLOCK_BYTES`.  One process, no collectives.
 
     All files are first written under temporary names.  The weights, or their index, are renamed last, so that a folder
     left by a crash is not mistaken for a model.
@@ -321,7 +161,7 @@ def export(
         texts.pop(GENERATION, None)
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
-        weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
+        weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
         texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     return write_folder(path, texts, shards, source, MARK if stored is not None else {}, overwrite, setting)
 
@@ -355,11 +195,13 @@ def write_folder(
         partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
         try:
             for name, text in texts.items():
-                with _open_synced(partial[name]) as file:
-                    file.write(text)
+                partial[name].write_bytes(text)
+                _sync_file(partial[name])
             for name, shard in shards.items():
-                with _open_synced(partial[name]) as file:
-                    _write_safetensors(file, shard, source, mark)
+                weights = {tensor.name: tensor.read(source) for tensor in shard}
+                save_file(weights, partial[name], {"format": "pt", **mark})
+                del weights  # before the next file's are read
+                _sync_file(partial[name])
         except BaseException:
             for unfinished in partial.values():
                 unfinished.unlink(missing_ok=True)
@@ -390,7 +232,8 @@ def _list_tensors(
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     dtypes = source.dtypes
-    tensors, unnamed = [], []
+    tensors: list[ExportedTensor] = []
+    unnamed = []
     for name, stored in find_weights(model, source, f"model {spec.name!r}").items():
         exported_name = names.to_huggingface(name)
         if exported_name is None:
@@ -400,7 +243,7 @@ def _list_tensors(
         # Buffers are not cast: some need their precision, such as the bias with which a router selects experts.
         is_cast = source_dtype.is_floating_point and name in parameters
         stored_dtype = dtype if dtype is not None and is_cast else source_dtype
-        tensors.append(ExportedTensor(stored, exported_name, shapes[name], stored_dtype))
+        tensors += ExportedTensor.named(stored, exported_name, shapes[name], stored_dtype)
     if buffers := buffers_without_name(model, spec, model_config):
         type_name = find_huggingface(spec).model_type_of(model_config)
         raise UserError(f"Hugging Face's {type_name} has no {', '.join(buffers)}, and the model needs it")
@@ -448,7 +291,7 @@ def _text_files(
     original = model_files.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
     if not original:
-        texts = {CONFIG_JSON: _config_json(spec, model_config, tensors, ends)} | _add_tokenizer_config(
+        texts = {CONFIG_JSON: _config_json(spec, model_config, tensors, ends)} | with_tokenizer_config(
             tokenizer_files, tokenizer, end_id
         )
         return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
@@ -457,7 +300,7 @@ def _text_files(
     )
     texts = {name: data for name, data in original.items() if not (has_new_tokenizer and is_tokenizer_file(name))}
     if TOKENIZER not in texts:
-        texts = _add_tokenizer_config(tokenizer_files, tokenizer, end_id) | texts
+        texts = with_tokenizer_config(tokenizer_files, tokenizer, end_id) | texts
     template = template_of(tokenizer_files)
     if template not in (None, template_of(texts)):
         texts = with_template(texts, template)
@@ -559,50 +402,6 @@ def _merge_eos_ids(ends: Collection[int], new: Collection[int]) -> int | list[in
     return merged[0] if len(merged) == 1 else merged or None
 
 
-def _write_safetensors(
-    file: BinaryIO, tensors: Sequence[ExportedTensor], source: WeightSource, mark: Mapping[str, str]
-) -> None:
-    """Write a safetensors file: the header's length in 8 bytes, the header including `mark`, and the tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **mark}}
-    # Write the widest dtypes first: this aligns each tensor to its element size, on which readers may rely.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    starts, end = [], 0
-    for tensor in ordered:
-        starts.append(end)
-        for name, shape in tensor.entries().items():
-            start, end = end, end + torch.Size(shape).numel() * tensor.dtype.itemsize
-            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    data = file.tell()
-    for tensor, start in zip(ordered, starts, strict=True):
-        _write_tensor(file, data + start, tensor, source)
-
-
-def _write_tensor(file: BinaryIO, position: int, tensor: ExportedTensor, source: WeightSource) -> None:
-    num_rows = tensor.shape[0] if tensor.shape else 1
-    widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
-    for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
-        if tensor.is_transposed and len(tensor.shape) > 2:
-            file.write(_as_bytes(_read_block(source, tensor, start, stop).mT))
-        elif tensor.is_transposed:
-            # A block of source rows covers some columns of every stored row.
-            columns = _read_block(source, tensor, start, stop).t().contiguous()
-            for row in range(len(columns)):
-                file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
-                file.write(_as_bytes(columns[row]))
-            del columns  # before the next block is read, to save memory
-        else:
-            file.write(_as_bytes(_read_block(source, tensor, start, stop)))
-    file.seek(position + tensor.num_bytes)
-
-
-def _read_block(source: WeightSource, tensor: ExportedTensor, start: int, stop: int) -> torch.Tensor:
-    """Return rows [start, stop) of a tensor in the dtype of the file."""
-    return cast_weight(source.read(tensor.name, start, stop), tensor.dtype, tensor.exported_name)
-
-
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Cast `weight` to `dtype`.  Raises UserError if a finite value becomes infinite in float16.
 
@@ -618,32 +417,6 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Te
         rule = f"{name} has a value of {largest:.4g}, but float16 has none above 65504"
         raise UserError(f"dtype=float16: {rule}\n  to fix: --dtype bfloat16")
     return cast
-
-
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    # Not `reshape`: a contiguous tensor with one element may have any stride, and then cannot be viewed as bytes.
-    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
-
-
-def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
-    """Return a tokenizer's files, with a minimal tokenizer_config.json if it is missing; `bytes` does not get one."""
-    if tokenizer == "bytes" and TOKENIZER not in files:
-        return dict(files)
-    try:
-        content = json.loads(files[TOKENIZER])
-        vocab = content["model"]["vocab"]
-        added = [(token["content"], token["id"]) for token in content.get("added_tokens", ())]
-    except (ValueError, KeyError, TypeError) as error:
-        raise setting_error("tokenizer", tokenizer, f"is not a Hugging Face tokenizer.json ({error!r})") from error
-    tokens = [*(vocab.items() if isinstance(vocab, dict) else ()), *added]
-    end_token = next((text for text, token_id in tokens if token_id == end_id), None)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **({"eos_token": end_token} if end_token is not None else {}),
-    }
-    return {_TOKENIZER_CONFIG: json_bytes(settings), **files}
 
 
 def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:
@@ -684,15 +457,7 @@ def _is_export_file(name: str) -> bool:
     return is_shard or name in names or is_tokenizer_file(name)
 
 
-@contextmanager
-def _open_synced(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing, and flush it to disk when the block ends."""
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
+def _sync_file(path: Path) -> None:
+    """Flush a file to disk."""
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """Serialize as JSON, in the layout of exported files."""
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.find import find_checkpoint
-from trainer.checkpoint.state_parts import join_state
 from trainer.checkpoint.weights import StoredWeights, open_checkpoint
 from trainer.config.changes import stored_value
 from trainer.config.files import declared_model
@@ -55,12 +54,9 @@ from trainer.weights.adapters import (
     wrong_base_message,
 )
 from trainer.weights.expert_adapters import find_adapter_parts
-from trainer.weights.exporting import ModelFiles, read_model_files, read_tokenizer
+from trainer.weights.model_files import ModelFiles, read_model_files
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 from trainer.weights.two_sources import contradictions
-
-MODEL_FILES = "model_files"
-"""The key in a checkpoint's state for the small files that came with the model (`ModelFiles`)."""
 
 
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
@@ -118,7 +114,7 @@ def load_initial_weights(
         return files or (read_model_files(config.model_path) if config.model_path else {})
 
     model_files.files = channel.broadcast(channel.agreed(read_files))
-    store_tokenizer(model_files, config, channel)
+    model_files.store_tokenizer(config, channel)
     if source is None:
         note = f"; the weights in {path} are not used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
@@ -216,13 +212,6 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
     allow = config.checkpoint.allow_changes
     source = channel.agreed(lambda: open_weights(location, config.spec, config.model, key, allow))
     return _InitialWeights(source, key, location, location.path)
-
-
-def store_tokenizer(model_files: ModelFiles, config: RunConfig, channel: Channel) -> None:
-    """Store the files of the run's own tokenizer and chat template in `model_files`, for exports.  Collective."""
-    data = config.data
-    files = channel.agreed(lambda: read_tokenizer(data.tokenizer, data.chat_template) if channel.is_main else {})
-    model_files.tokenizer = channel.broadcast(files)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -388,13 +377,10 @@ def open_base(stored: StoredWeights, spec: ModelSpec, model_config: Any, path: s
 
 def model_files_of(source: WeightSource) -> ModelFiles:
     """Return the small files that came with the weights of `source`, from their folder or from the checkpoint."""
-    model_files = ModelFiles()
     source = source.adapters if isinstance(source, MergedSource) else source
+    if isinstance(source, StoredWeights):
+        return ModelFiles.of_checkpoint(source)
+    model_files = ModelFiles()
     if isinstance(source, SafetensorsFolder):
         model_files.files = read_model_files(source.description)
-    elif isinstance(source, StoredWeights) and MODEL_FILES in source.parts:
-        keys = [key for key in source.layout if key.startswith(f"{MODEL_FILES}.")]
-        model_files.load_state_dict(
-            join_state(source.parts[MODEL_FILES], {key: source.read_stored(key) for key in keys})
-        )
     return model_files
