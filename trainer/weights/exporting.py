@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainer.files import sync_folder, writing_to
 from trainer.model.head import is_score_name
 from trainer.model.network import HuggingFaceNames, replace_head
 from trainer.model_spec import ModelSpec, Stacked, Transposed
+from trainer.stopping import partial_file
 from trainer.weights.model_files import (
     GENERATION,
     TOKENIZER,
@@ -189,29 +190,26 @@ def write_folder(
     or if there is not enough disk space.
     """
     num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    with writing_to(setting, path, num_bytes):
+    with writing_to(setting, path, num_bytes), ExitStack() as stack:
         _prepare_folder(path, overwrite, setting)
         names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
-        partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
-        try:
-            for name, text in texts.items():
-                partial[name].write_bytes(text)
-                _sync_file(partial[name])
-            for name, shard in shards.items():
-                weights = {tensor.name: tensor.read(source) for tensor in shard}
-                save_file(weights, partial[name], {"format": "pt", **mark})
-                del weights  # before the next file's are read
-                _sync_file(partial[name])
-        except BaseException:
-            for unfinished in partial.values():
-                unfinished.unlink(missing_ok=True)
-            raise
+        partial = {
+            name: stack.enter_context(partial_file(path / f".{name.replace('/', '-')}{PARTIAL}")) for name in names
+        }
+        for name, text in texts.items():
+            partial[name].write_bytes(text)
+            _sync_file(partial[name])
+        for name, shard in shards.items():
+            weights = {tensor.name: tensor.read(source) for tensor in shard}
+            save_file(weights, partial[name], {"format": "pt", **mark})
+            del weights  # before the next file's are read
+            _sync_file(partial[name])
         old_files = [old_file for old_file in path.glob("**/*") if _is_export_file(str(old_file.relative_to(path)))]
         for old_file in old_files:
             if old_file.name not in _FILES_WITH_MARK:
                 old_file.unlink()
         sync_folder(path)
-        for name in partial:
+        for name in names:
             (path / name).parent.mkdir(exist_ok=True)
             os.replace(partial[name], path / name)
         for old_file in old_files:
