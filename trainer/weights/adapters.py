@@ -3,6 +3,14 @@
 The checkpoint of a LoRA run does not hold the base weights, unless they were randomly initialized.  It records their
 path and a checksum: they are read from that path unless another is given, and the checksum shows whether they have
 changed.
+
+In peft's format, the adapter of an expert parameter belongs to the parameter's module (`target_parameters`), and its
+factors are two matrices.  A is (E x R, in): the R rows of each expert are consecutive.  B is (out, R x E): for each
+of the R components, the columns of all experts are consecutive.  If several parameters of a module have adapters,
+each adapter wraps the previous one as its `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1
+and later, `ParamWrapper`.
+
+Shape suffixes: E experts, K inputs and N outputs of a matrix, R rank of the adapter.
 """
 
 from __future__ import annotations
@@ -10,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +29,22 @@ from trainer.checkpoint.state_parts import StatePart
 from trainer.config.model_folder import find_huggingface
 from trainer.config.schema import LoraSection
 from trainer.errors import UserError
-from trainer.experts import ADAPTER_NAME
+from trainer.experts import ADAPTER_NAME, ADAPTERS, matrices_of
 from trainer.files import crc32
 from trainer.model.head import is_score_name
-from trainer.model.lora import name_without_adapters, parse_adapter, transposed_layers
+from trainer.model.lora import (
+    expert_matrices,
+    huggingface_module,
+    name_without_adapters,
+    parse_adapter,
+    transposed_layers,
+)
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
 from trainer.model_spec import ModelSpec, Transposed
-from trainer.weights.expert_adapters import ExpertAdapterPart, PeftFactors, peft_prefixes, target_parameters
 from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, ExportedTensor, write_folder
 from trainer.weights.model_files import ModelFiles, is_tokenizer_file, json_bytes
-from trainer.weights.sources import WeightSource, row_blocks
+from trainer.weights.sources import MappedSource, WeightSource, renamed, row_blocks
 
 BASE = "base"
 """The key in a checkpoint's state for the entry that identifies the base weights under the adapters."""
@@ -108,19 +122,8 @@ def combine_checksums(lines: Iterable[Mapping[str, str]]) -> str:
     return hashlib.sha256("\n".join(all_lines[name] for name in sorted(all_lines)).encode()).hexdigest()[:16]
 
 
-class RenamedSource:
-    """A `WeightSource` with renamed tensors.  `rename` maps a tensor's name to the new one, or to None to omit it."""
-
-    def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
-        self.description, self._source = source.description, source
-        shapes, dtypes = source.shapes, source.dtypes
-        self._source_names = {new_name: name for name in shapes if (new_name := rename(name)) is not None}
-        self.shapes = {new_name: shapes[name] for new_name, name in self._source_names.items()}
-        self.dtypes = {new_name: dtypes[name] for new_name, name in self._source_names.items()}
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor, or all of it."""
-        return self._source.read(self._source_names[name], start, stop)
+# ---------------------------------------------------------------------------------------------------------------
+# Names
 
 
 def rename_for_adapters(source: WeightSource, names: Iterable[str]) -> WeightSource:
@@ -134,26 +137,64 @@ def rename_for_adapters(source: WeightSource, names: Iterable[str]) -> WeightSou
         layer, _, suffix = name.rpartition(".")
         return f"{layer}.base_layer.{suffix}" if layer in layers else name
 
-    return RenamedSource(source, rename) if layers else source
+    return renamed(source, rename) if layers else source
 
 
 def without_adapters(source: WeightSource) -> WeightSource:
     """Return only the base weights of a source with adapters, under their names in the model without adapters."""
-    return RenamedSource(source, lambda name: None if parse_adapter(name) else name_without_adapters(name))
+    return renamed(source, lambda name: None if parse_adapter(name) else name_without_adapters(name))
 
 
-class JoinedSource:
-    """A `WeightSource` that joins two sources with disjoint names."""
+def adapted_layers(names: Iterable[str]) -> set[str]:
+    """Return the names of the layers whose adapter parameters are among `names`."""
+    return {part[0] for name in names if (part := parse_adapter(name))}
 
-    def __init__(self, first: WeightSource, second: WeightSource) -> None:
-        self.description = f"{first.description} and {second.description}"
-        self.shapes = {**first.shapes, **second.shapes}
-        self.dtypes = {**first.dtypes, **second.dtypes}
-        self._source_of = {name: source for source in (first, second) for name in source.shapes}
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor, or all of it."""
-        return self._source_of[name].read(name, start, stop)
+# ---------------------------------------------------------------------------------------------------------------
+# Merging
+
+
+@dataclass(frozen=True)
+class ExpertAdapterPart:
+    """The part of an adapter that belongs to one parameter of the experts; an adapter may span several parameters.
+
+    adapter: the adapter's name, `<experts>.adapters.<matrix>`.
+    outputs: the range [start, stop) of the adapter's outputs that belong to the parameter.
+    is_transposed: whether the parameter has shape (E, in, out) rather than (E, out, in).
+    """
+
+    adapter: str
+    outputs: tuple[int, int]
+    is_transposed: bool
+
+    def product(self, adapters: WeightSource, start: int, stop: int | None) -> torch.Tensor:
+        """Return B @ A for experts [start, stop), or for all from `start` on if `stop` is None.
+
+        The product is in float32, and transposed if the parameter is.
+        """
+        down_ERK, up_ENR = (
+            adapters.read(f"{self.adapter}.lora_{part}.{ADAPTER_NAME}.weight", start, stop).float() for part in "AB"
+        )
+        product = up_ENR[:, slice(*self.outputs)] @ down_ERK
+        return product.transpose(1, 2) if self.is_transposed else product
+
+
+def find_adapter_parts(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertAdapterPart]:
+    """Return the adapter part of each expert parameter that has an adapter in `adapters`, by the parameter's name.
+
+    model: the model without adapters.
+    adapters: the names of the adapters.
+    """
+    parts = {}
+    for module_name, module in model.named_modules():
+        is_transposed = bool(getattr(module, "is_transposed", False))
+        for matrix, parameters in matrices_of(module).items():
+            adapter, start = f"{module_name}.{ADAPTERS}.{matrix}", 0
+            for name in parameters if adapter in adapters else ():
+                stop = start + module.get_parameter(name).shape[2 if is_transposed else 1]
+                parts[f"{module_name}.{name}"] = ExpertAdapterPart(adapter, (start, stop), is_transposed)
+                start = stop
+    return parts
 
 
 class MergedSource:
@@ -213,11 +254,6 @@ class MergedSource:
         return self._product[1]
 
 
-def adapted_layers(names: Iterable[str]) -> set[str]:
-    """Return the names of the layers whose adapter parameters are among `names`."""
-    return {part[0] for name in names if (part := parse_adapter(name))}
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Export in peft's format: adapter_model.safetensors and adapter_config.json
 
@@ -257,7 +293,7 @@ def export_adapter(
         raise UserError(f"model {spec.name!r}: only some of the layers with adapters are stored transposed")
     prefixes = {layer: name.removesuffix(".weight") for layer, name in weight_names.items()}
     prefixes |= expert_prefixes
-    source, tensors = PeftFactors(source, expert_prefixes), []
+    source, tensors = _as_matrices(source, expert_prefixes), []
     for name, shape in source.shapes.items():
         if part := parse_adapter(name):
             layer, letter = part
@@ -289,6 +325,20 @@ def export_adapter(
     return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
 
 
+def _as_matrices(source: WeightSource, experts: Collection[str]) -> WeightSource:
+    """Return `source` with the factors of expert adapters as matrices, as in peft's format.
+
+    experts: the names of the adapters that belong to experts.
+    """
+    to_matrix = {
+        "A": lambda factor_ERK: factor_ERK.reshape(-1, factor_ERK.shape[2]),
+        "B": lambda factor_ENR: factor_ENR.permute(1, 2, 0).reshape(factor_ENR.shape[1], -1),
+    }
+    parts = {name: parse_adapter(name) for name in source.shapes}
+    transforms = {name: to_matrix[part[1]] for name, part in parts.items() if part and part[0] in experts}
+    return MappedSource([(source, {name: name for name in source.shapes})], transforms)
+
+
 def _huggingface_weight(names: HuggingFaceNames, spec: ModelSpec, layer: str) -> str:
     name = names.to_huggingface(f"{layer}.weight")
     if name is None and find_huggingface(spec).stored is not None:
@@ -309,3 +359,41 @@ def target_modules(layers: Collection[str], weights: Collection[str]) -> list[st
     last_parts = {layer.rpartition(".")[2] for layer in layers}
     is_unambiguous = all(module in layers for module in modules if module.rpartition(".")[2] in last_parts)
     return sorted(last_parts if is_unambiguous else layers)
+
+
+def peft_prefixes(
+    model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
+) -> dict[str, str]:
+    """Return the prefix of the tensor names in peft's format for each adapter that belongs to stacked experts.
+
+    model: the model without adapters.
+    adapters: the names of the adapters; those of other layers are ignored.
+    """
+    targets, prefixes = _targets(model, to_huggingface), {}
+    for name in (name for name in targets if name in adapters):
+        target_module, same_module = targets[name].rpartition(".")[0], f"{name.rpartition('.')[0]}."
+        later = [*targets][[*targets].index(name) + 1 :]
+        prefixes[name] = target_module + ".base_layer" * sum(n.startswith(same_module) and n in adapters for n in later)
+    return prefixes
+
+
+def target_parameters(
+    model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
+) -> list[str]:
+    """Return peft's `target_parameters`: the last two parts of each name if these are unambiguous, else full names."""
+    targets = _targets(model, to_huggingface)
+    full = {target for name, target in targets.items() if name in adapters}
+    short = {".".join(target.split(".")[-2:]) for target in full}
+    others = set(targets.values()) - full
+    return sorted(full if any(other.endswith(f".{name}") for other in others for name in short) else short)
+
+
+def _targets(model: nn.Module, to_huggingface: Callable[[str], str | None]) -> dict[str, str]:
+    """Return the adapters that the experts of `model` can have, each with its parameter's name in transformers."""
+    targets = {}
+    for name, parameter in expert_matrices(model).items():
+        module, _, matrix = name.rpartition(".")
+        targets[f"{module}.{ADAPTERS}.{matrix}"] = (
+            f"{huggingface_module(to_huggingface(parameter) or parameter)}.{matrix}"
+        )
+    return targets

@@ -44,18 +44,17 @@ from trainer.model_spec import ModelSpec
 from trainer.weights.adapters import (
     BASE,
     BaseWeights,
-    JoinedSource,
     MergedSource,
     adapted_layers,
     checksum_lines,
     combine_checksums,
+    find_adapter_parts,
     rename_for_adapters,
     without_adapters,
     wrong_base_message,
 )
-from trainer.weights.expert_adapters import find_adapter_parts
 from trainer.weights.model_files import ModelFiles, read_model_files
-from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
+from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights, joined
 from trainer.weights.two_sources import contradictions
 
 
@@ -255,7 +254,7 @@ def model_of_checkpoint(
     source: WeightSource = stored
     if stored.parts.get(BASE, {}).get("path"):  # the checkpoint holds only adapters
         base = open_base(stored, config.spec, config.model)
-        source = JoinedSource(rename_for_adapters(base, stored.shapes), stored)
+        source = joined(rename_for_adapters(base, stored.shapes), stored)
     return load_unsharded(build_network(config), config.spec, source, torch.device(device))
 
 

@@ -1,7 +1,7 @@
 """Sources of weights, and `fill`, which copies weights from a source into a model.
 
 A source reads rows of named tensors, and hides where they are stored: in a checkpoint, a Hugging Face folder or a
-single file.  Each rank reads the rows that it needs, without communication.
+single file.  `MappedSource` makes one source of others.  Each rank reads the rows that it needs, without communication.
 """
 
 from __future__ import annotations
@@ -210,32 +210,64 @@ def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) 
         yield first, min(stop, first + step)
 
 
-@torch.no_grad()
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return, on rank 0, the unsharded model's state dict on the CPU; on other ranks, an empty dict.
+# ---------------------------------------------------------------------------------------------------------------
+# Sources made of others
 
-    Tied names share one tensor.  Collective: one all-gather per sharded tensor.  Ranks other than 0 hold one full
-    tensor at a time.
+
+class MappedSource:
+    """A `WeightSource` of tensors of other sources, under other names and, where `transforms` says so, in other shapes.
+
+    parts: sources, each with the names that it has for tensors of this source, by their names here.
+    transforms: functions of a whole tensor, by the tensor's name here; its result has the same dtype.  The result is
+        kept until another transformed tensor is read.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    full: dict[str, torch.Tensor] = {}
-    gathered: dict[int, torch.Tensor] = {}
-    for name, weight in named_weights(model).items():
-        if id(weight) not in gathered:
-            tensor = weight.detach()
-            if isinstance(tensor, DTensor):
-                # Offloaded shards are on the CPU, which the mesh's process group may not support.
-                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-            gathered[id(weight)] = tensor.to("cpu", copy=True) if is_first else tensor.new_empty(0)
-        if is_first:
-            full[name] = gathered[id(weight)]
-    return full
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[WeightSource, Mapping[str, str]]],
+        transforms: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    ) -> None:
+        self.description = " and ".join(source.description for source, _ in parts)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._origins: dict[str, tuple[WeightSource, str]] = {}
+        self._transforms = transforms or {}
+        self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
+        for source, names in parts:
+            shapes, dtypes = source.shapes, source.dtypes
+            for name, original in names.items():
+                self._origins[name] = source, original
+                self.dtypes[name] = dtypes[original]
+                self.shapes[name] = shapes[original]
+                if name in self._transforms:
+                    transformed = self._transforms[name](torch.empty(shapes[original], device="meta"))
+                    self.shapes[name] = tuple(transformed.shape)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, or all of it."""
+        source, original = self._origins[name]
+        if name not in self._transforms:
+            return source.read(original, start, stop)
+        if self._last[0] != name:
+            self._last = name, self._transforms[name](source.read(original))
+        return self._last[1][start:stop]
+
+
+def renamed(source: WeightSource, rename: Callable[[str], str | None]) -> MappedSource:
+    """Return a source with renamed tensors.  `rename` returns a tensor's new name, or None to leave it out."""
+    new_names = {name: rename(name) for name in source.shapes}
+    return MappedSource([(source, {new: name for name, new in new_names.items() if new is not None})])
+
+
+def joined(*sources: WeightSource) -> MappedSource:
+    """Return a source with the tensors of all `sources`, whose names differ."""
+    return MappedSource([(source, {name: name for name in source.shapes}) for source in sources])
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Hugging Face folders
 
-DTYPES = {
+_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -249,7 +281,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -369,11 +400,11 @@ class SafetensorsFolder(StoredTensors):
 
     def _describe(self, file: Path, reader: Any, name: str, is_transposed: bool) -> _StoredTensor:
         shape, dtype = tuple(reader.get_shape()), reader.get_dtype()
-        if dtype not in DTYPES:
-            raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(DTYPES)}")
+        if dtype not in _DTYPES:
+            raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(_DTYPES)}")
         is_transposed = is_transposed and len(shape) >= 2
         shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
-        return _StoredTensor(file, reader, is_transposed, shape, DTYPES[dtype])
+        return _StoredTensor(file, reader, is_transposed, shape, _DTYPES[dtype])
 
     def _dequantized(self, readers: dict[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
         """Replace quantized tensors with dequantizing readers, if the folder's config.json declares a quantization."""
