@@ -27,10 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.weights import open_checkpoint
-from trainer.config.load import load_stored
-from trainer.config.model_folder import CONFIG_JSON, check_weights, find_native, generic_model_of, has_config_only
-from trainer.config.weights import Location, check_tokenizer_of_folder, local_model_path, locate
+from trainer.config.model_folder import CONFIG_JSON, check_weights, has_config_only
+from trainer.config.weights import check_tokenizer_of_folder, local_model_path, locate
 from trainer.data.progress import ProgressLine
 from trainer.data.prompts import ChatPrompts, chat_prompt_tokens, chat_stop_ids, prompt_tokens, read_prompts
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
@@ -44,7 +42,6 @@ from trainer.errors import (
     setting_error,
 )
 from trainer.files import append_and_sync, writing_to
-from trainer.model.network import build_network
 from trainer.model.sample import (
     GREEDY,
     NO_TOKEN,
@@ -56,7 +53,7 @@ from trainer.model.sample import (
     max_seq_len,
 )
 from trainer.registry import add_working_directory_to_sys_path
-from trainer.weights.loading import build_meta_model, model_of_checkpoint, model_of_folder
+from trainer.weights.loading import StoredModel, open_model
 from trainer.weights.model_files import (
     GENERATION,
     ModelFiles,
@@ -80,8 +77,7 @@ _DEFAULT_BATCH_SIZE = 8
 class TextGenerator:
     """A model with everything needed to generate text.
 
-    build: returns the model on the meta device.
-    load: returns the model on `device`, with its weights.
+    stored: where the model's weights are.
     tokenizer: `bytes`, or the path of a tokenizer, as for `data.tokenizer`.
     template: the name or path of the chat template, as for `data.chat_template`.
     settings: the entries of generation_config.json; `eos_token_id` may come from config.json.
@@ -90,8 +86,7 @@ class TextGenerator:
     turn_ends: ids of the tokens with which the model was trained to end its chat turns.
     """
 
-    build: Callable[[], nn.Module]
-    load: Callable[[], nn.Module]
+    stored: StoredModel
     device: torch.device
     tokenizer: str
     template: str
@@ -103,7 +98,7 @@ class TextGenerator:
     @cached_property
     def model(self) -> nn.Module:
         """The model, loaded on first use."""
-        return self.load()
+        return self.stored.load(self.device)
 
     def end_ids(self, tokenizer: Tokenizer) -> set[int]:
         """Return the ids of the stop tokens: `turn_ends`, and those in `settings` or else the tokenizer's."""
@@ -152,11 +147,13 @@ def open_generator(
         if has_config_only(folder):
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
-        build, load = _model_of_folder(location, device)
+        stored = open_model(location)
         tokenizer, template = settings_for_folder(folder)
-        return TextGenerator(build, load, device, tokenizer, template, _generation_settings(read_model_files(folder)))
-    source = open_checkpoint(location.path, ema)
-    config = load_stored(source.config_yaml, allow_import=allow_import)
+        return TextGenerator(stored, device, tokenizer, template, _generation_settings(read_model_files(folder)))
+    stored = open_model(location, allow_import, ema)
+    source, config = stored.stored, stored.config
+    assert source is not None
+    assert config is not None
     if config.objective.outputs:
         rule = f"was trained with train.objective={config.train.objective}: it scores texts, and cannot generate them"
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
@@ -164,8 +161,7 @@ def open_generator(
     tokenizer, template = stack.enter_context(tokenizer_settings(model_files, config.data.tokenizer))
     turn_ends = frozenset(chat_stop_ids(tokenizer, template) if config.data.source == "chat" else ())
     return TextGenerator(
-        lambda: build_network(config),
-        lambda: model_of_checkpoint(source, device, allow_import),
+        stored,
         device,
         tokenizer,
         template,
@@ -174,14 +170,6 @@ def open_generator(
         turn_ends,
         config.data.special_tokens,
     )
-
-
-def _model_of_folder(
-    location: Location, device: torch.device
-) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
-    """Return functions that build the model in a Hugging Face folder on the meta device, and that load it."""
-    spec, model_config = find_native(location.path) or generic_model_of(location.path)
-    return lambda: build_meta_model(spec, model_config), lambda: model_of_folder(location, device)
 
 
 def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -293,7 +281,7 @@ def _stream(
     else:
         template, special_tokens = text_generator.template, text_generator.special_tokens
         prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", template, special_tokens)
-    max_len = max_seq_len(text_generator.build()) or sys.maxsize
+    max_len = max_seq_len(text_generator.stored.build()) or sys.maxsize
     if len(prompt) >= max_len:
         key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
         excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
@@ -332,7 +320,7 @@ def _answer_prompts(
 
     With `--out`, flushes each batch of completions to disk.
     """
-    max_len = max_seq_len(text_generator.build()) or sys.maxsize
+    max_len = max_seq_len(text_generator.stored.build()) or sys.maxsize
     batch_size = options.batch or _DEFAULT_BATCH_SIZE
     records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
     end_ids = text_generator.end_ids(tokenizer)

@@ -23,6 +23,7 @@ from trainer.config.files import declared_model
 from trainer.config.load import load_stored
 from trainer.config.model_folder import (
     CONFIG_JSON,
+    DeclaredModel,
     find_native,
     generic_model_of,
     read_declared_model,
@@ -106,13 +107,8 @@ def load_initial_weights(
                 f"{', ...' if len(rounded) > 1 else ''}\n  to keep them: train.weights_dtype=float32"
             )
 
-    def read_files() -> dict[str, bytes]:  # from the folder of the weights, else from `model.path`
-        if not channel.is_main:
-            return {}
-        files = model_files_of(source).files if source is not None else {}
-        return files or (read_model_files(config.model_path) if config.model_path else {})
-
-    model_files.files = channel.broadcast(channel.agreed(read_files))
+    files = channel.agreed(lambda: _read_small_files(source, config) if channel.is_main else {})
+    model_files.files = channel.broadcast(files)
     model_files.store_tokenizer(config, channel)
     if source is None:
         note = f"; the weights in {path} are not used" if path else ""
@@ -122,6 +118,17 @@ def load_initial_weights(
     if channel.is_main and hasattr(source, "remarks"):
         remarks = [*remarks, *contradictions(source.description)]
     return "; ".join([where, *remarks])
+
+
+def _read_small_files(source: WeightSource | None, config: RunConfig) -> dict[str, bytes]:
+    """Return the small files that came with the weights of `source`, else those in `model.path`."""
+    files: dict[str, bytes] = {}
+    origin = source.adapters if isinstance(source, MergedSource) else source
+    if isinstance(origin, StoredWeights):
+        files = ModelFiles.of_checkpoint(origin).files
+    elif isinstance(origin, SafetensorsFolder):
+        files = read_model_files(origin.description)
+    return files or (read_model_files(config.model_path) if config.model_path else {})
 
 
 def _rounded_frozen_weights(model: nn.Module, source: WeightSource, setting: str) -> list[str]:
@@ -233,29 +240,50 @@ def load_weights(
 
     Raises UserError if there are no weights at `path`, or if the model is neither registered nor allowed.
     """
-    location = locate(local_model_path(path))
+    return open_model(locate(local_model_path(path)), allow_import, ema).load(device)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model whose weights are in a Hugging Face folder or a checkpoint.
+
+    stored: the open checkpoint, and `config` the configuration of its run; None for a folder.
+    """
+
+    location: Location
+    spec: ModelSpec
+    model_config: Any
+    stored: StoredWeights | None = None
+    config: RunConfig | None = None
+
+    def build(self) -> nn.Module:
+        """Return the model on the meta device; with adapters, separate from their base, if the run has them."""
+        return build_meta_model(self.spec, self.model_config) if self.config is None else build_network(self.config)
+
+    def load(self, device: torch.device | str = "cpu") -> nn.Module:
+        """Return the model with its weights, unsharded and in evaluation mode.  See `load_weights`."""
+        return load_unsharded(self.build(), self.spec, self._open_weights(), torch.device(device))
+
+    def _open_weights(self) -> WeightSource:
+        if self.stored is None:
+            return open_weights(self.location, self.spec, self.model_config, "path")
+        if not self.stored.parts.get(BASE, {}).get("path"):
+            return self.stored
+        base = open_base(self.stored, self.spec, self.model_config)  # the checkpoint holds only adapters
+        return joined(rename_for_adapters(base, self.stored.shapes), self.stored)
+
+
+def open_model(location: Location, allow_import: Collection[str] = (), ema: bool = False) -> StoredModel:
+    """Return the model at a location, without reading its weights; see `load_weights`.
+
+    For a Hugging Face folder, this is a native model if one supports it, else one of transformers.
+    """
     if location.kind == "huggingface":
-        return model_of_folder(location, device)
-    return model_of_checkpoint(open_checkpoint(location.path, ema), device, allow_import)
-
-
-def model_of_folder(location: Location, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native model if one supports it."""
-    spec, model_config = find_native(location.path) or generic_model_of(location.path)
-    source = open_weights(location, spec, model_config, "path")
-    return load_unsharded(build_meta_model(spec, model_config), spec, source, torch.device(device))
-
-
-def model_of_checkpoint(
-    stored: StoredWeights, device: torch.device | str = "cpu", allow_import: Collection[str] = ()
-) -> nn.Module:
-    """Return the model in an open checkpoint; see `load_weights`.  Adapters stay separate from their base."""
+        spec, model_config = find_native(location.path) or generic_model_of(location.path)
+        return StoredModel(location, spec, model_config)
+    stored = open_checkpoint(location.path, ema)
     config = load_stored(stored.config_yaml, allow_import=allow_import)
-    source: WeightSource = stored
-    if stored.parts.get(BASE, {}).get("path"):  # the checkpoint holds only adapters
-        base = open_base(stored, config.spec, config.model)
-        source = joined(rename_for_adapters(base, stored.shapes), stored)
-    return load_unsharded(build_network(config), config.spec, source, torch.device(device))
+    return StoredModel(location, config.spec, config.model, stored, config)
 
 
 def build_meta_model(spec: ModelSpec, model_config: object) -> nn.Module:
@@ -291,25 +319,26 @@ def open_weights(
     Raises UserError, starting with `setting`, if there are no weights or the fields differ; TrainingFailed if the
     weights are damaged.
     """
-    checks_fields, declared = allow_changes is not None, None
-    source: WeightSource
     if location.kind == "file":
         return StateDictFile(Path(location.path), setting)
     if location.kind == "huggingface":
-        if checks_fields:  # rejects a model that reads its own weights
-            declared = read_declared_model(location.path, spec, setting)
-            source = SafetensorsFolder(location.path, spec, model_config, setting)
-        else:
-            own_weights = spec.initial_weights(replace(model_config, path=location.path)) if spec.weights else None
-            source = own_weights or SafetensorsFolder(location.path, spec, model_config, setting)
-    else:
-        stored = open_checkpoint(location.path)
-        where = f"{stored.storage}/config.yaml"
-        declared = declared_model(stored.config_yaml, spec.name, where) if checks_fields else None
-        source = with_merged_adapters(stored, spec, model_config)
+        own_weights = None
+        if allow_changes is not None:  # refuses a model that reads its own weights
+            _check_fields(read_declared_model(location.path, spec, setting), model_config, allow_changes)
+        elif spec.weights:
+            own_weights = spec.initial_weights(replace(model_config, path=location.path))
+        return own_weights or SafetensorsFolder(location.path, spec, model_config, setting)
+    stored = open_checkpoint(location.path)
+    if allow_changes is not None:
+        declared = declared_model(stored.config_yaml, spec.name, f"{stored.storage}/config.yaml")
+        _check_fields(declared, model_config, allow_changes)
+    return with_merged_adapters(stored, spec, model_config)
+
+
+def _check_fields(declared: DeclaredModel | None, model_config: Any, allow_changes: Collection[str]) -> None:
+    """Raise UserError if the files declare another model; they may declare none."""
     if declared is not None:
-        declared.check(model_config, allow_changes or ())
-    return source
+        declared.check(model_config, allow_changes)
 
 
 def with_merged_adapters(
@@ -372,14 +401,3 @@ def open_base(stored: StoredWeights, spec: ModelSpec, model_config: Any, path: s
     if checksum != identity["checksum"]:
         raise UserError(f"{stored.description}: {wrong_base_message(base_path, checksum, identity)}")
     return source
-
-
-def model_files_of(source: WeightSource) -> ModelFiles:
-    """Return the small files that came with the weights of `source`, from their folder or from the checkpoint."""
-    source = source.adapters if isinstance(source, MergedSource) else source
-    if isinstance(source, StoredWeights):
-        return ModelFiles.of_checkpoint(source)
-    model_files = ModelFiles()
-    if isinstance(source, SafetensorsFolder):
-        model_files.files = read_model_files(source.description)
-    return model_files
