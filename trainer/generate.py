@@ -100,6 +100,20 @@ class TextGenerator:
         """The model, loaded on first use."""
         return self.stored.load(self.device)
 
+    @cached_property
+    def max_len(self) -> int:
+        """Maximum number of tokens in a sequence of the model."""
+        return max_seq_len(self.stored.build()) or sys.maxsize
+
+    def find_mistake(self, prompt: Sequence[int]) -> str:
+        """Return what is wrong with a prompt's tokens, or an empty string."""
+        if len(prompt) >= self.max_len:
+            return f"is {len(prompt)} tokens long, but the model has positions for {self.max_len}"
+        vocab_size = getattr(self.stored.model_config, "vocab_size", None)
+        if vocab_size is not None and max(prompt, default=0) >= vocab_size:
+            return f"has token {max(prompt)} of {self.tokenizer}, but the model's vocabulary has {vocab_size} tokens"
+        return ""
+
     def end_ids(self, tokenizer: Tokenizer) -> set[int]:
         """Return the ids of the stop tokens: `turn_ends`, and those in `settings` or else the tokenizer's."""
         end_ids = self.settings.get("eos_token_id")
@@ -281,12 +295,11 @@ def _stream(
     else:
         template, special_tokens = text_generator.template, text_generator.special_tokens
         prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", template, special_tokens)
-    max_len = max_seq_len(text_generator.stored.build()) or sys.maxsize
-    if len(prompt) >= max_len:
+    max_len = text_generator.max_len
+    if mistake := text_generator.find_mistake(prompt):
         key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
         excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
-        rule = f"is {len(prompt)} tokens long, but the model has positions for {max_len}"
-        raise setting_error(key, excerpt, rule, fix="shorten it")
+        raise setting_error(key, excerpt, mistake, fix="shorten or change it")
     num_tokens = min(options.max_tokens, max_len - len(prompt))
     seed = secrets.randbits(63) if options.seed is None else options.seed
     end_ids = text_generator.end_ids(tokenizer)
@@ -320,9 +333,9 @@ def _answer_prompts(
 
     With `--out`, flushes each batch of completions to disk.
     """
-    max_len = max_seq_len(text_generator.stored.build()) or sys.maxsize
+    max_len = text_generator.max_len
     batch_size = options.batch or _DEFAULT_BATCH_SIZE
-    records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
+    records, prompts = _read_prompts(options, text_generator, tokenizer)
     end_ids = text_generator.end_ids(tokenizer)
     model = text_generator.model
     num_done = 0
@@ -368,7 +381,7 @@ def _answer_prompts(
 
 
 def _read_prompts(
-    options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, max_len: int
+    options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Return the records in the file `--prompts`, and their tokenized prompts.  Raises UserError for a bad record."""
     if "://" in options.prompts:
@@ -385,9 +398,10 @@ def _read_prompts(
         else:
             setting, special_tokens = text_generator.tokenizer, text_generator.special_tokens
             tokens = prompt_tokens(record["prompt"], tokenizer, setting, special_tokens)
-        if len(tokens) >= max_len:
-            rule = f"{location}: is {len(tokens)} tokens long, but the model has positions for {max_len}"
-            raise setting_error("--prompts", path, rule, fix="shorten the prompt, or leave it out")
+        if mistake := text_generator.find_mistake(tokens):
+            raise setting_error(
+                "--prompts", path, f"{location}: {mistake}", fix="shorten or change the prompt, or leave it out"
+            )
         if taken := record.keys() & {"completion", "finish"}:
             rule = f"{location}: has the key {min(taken)!r}, which the answer uses"
             raise setting_error("--prompts", path, rule, fix="rename the key in that file")

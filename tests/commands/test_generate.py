@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +413,12 @@ def test_prompt_and_model_must_go_together(tmp_path: Path) -> None:
     folder_of(tmp_path, *MODELS["gpt2"])
     for option, text in (("--chat", "a"), ("--prompt", "a" * 64)):
         assert refused(tmp_path, option, text).startswith(f"error: {option}={text[:60]}")
+
+
+def test_prompt_with_bytes_that_the_model_does_not_know(tmp_path: Path) -> None:
+    """As with a model of synthetic tokens: it has no tokenizer, and may have fewer tokens than there are bytes."""
+    spec, config = MODELS["llama"]
+    model, prompts = folder_of(tmp_path / "model", spec, replace(config, vocab_size=100)), tmp_path / "prompts.txt"
+    prompts.write_text("ABC\nabe\n")
+    for option, text, place in (("--prompt", "abe", ""), ("--prompts", str(prompts), "prompts.txt:2: ")):
+        assert refused(model, option, text).startswith(f"error: {option}={text}: {place}has token 101 ")
