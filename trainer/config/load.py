@@ -396,12 +396,13 @@ def resolve_auto_model(layers: Sequence[Layer]) -> list[Layer]:
     if not folder:
         raise setting_error("model.path", None, "model.name=auto needs a Hugging Face model folder", "models/Qwen3-8B")
     folder = str(Path(str(folder).removeprefix("file://")).expanduser().absolute())
-    native = find_native(folder, "model.path")
-    fields = {f"model.{item.name}": item for item in dataclasses.fields(native[0].config)} if native else {}
-    if native is None or any(key not in {*fields, *_FOLDER_KEYS} for key in values if key.startswith("model.")):
+    keys = [key for key in values if key.startswith("model.") and key not in _FOLDER_KEYS]
+    native = find_native(folder, "model.path", [key.removeprefix("model.") for key in keys])
+    if native is None:
         found = {"model.name": find_model("hf").name, "model.path": folder}
         return _below_command_line([layer.without(("model.name",)) for layer in remaining], Layer(folder, found))
     spec, config = native
+    fields = {f"model.{item.name}": item for item in dataclasses.fields(spec.config)}
     found = {key: getattr(config, item.name) for key, item in fields.items()} | {"model.name": spec.name}
     found = {key: value for key, value in found.items() if not (key in values and _is_training_only(fields[key]))}
     if init_from is not None and parse_bool(values.get("model.fresh")):

@@ -415,14 +415,20 @@ def read_declared_model(folder: str | Path, spec: ModelSpec, setting: str) -> De
         raise setting_error(setting, folder, f"{CONFIG_JSON}: {error}") from error
 
 
-def find_native(folder: str | Path, setting: str = "path") -> tuple[ModelSpec, Any] | None:
+def find_native(
+    folder: str | Path, setting: str = "path", settings: Iterable[str] = ()
+) -> tuple[ModelSpec, Any] | None:
     """Return the native model spec that builds the model in `folder`, and the model's configuration.
+
+    settings: names of further fields, as of `model.dropout`, that the model must have.
 
     Returns None if there is no such spec, or if it does not support some entry of config.json.  Raises a UserError
     that starts with `setting` if config.json is missing or invalid.
     """
     content = read_config(local_folder(folder), setting)
     for spec in _specs_for(content["model_type"]):
+        if not {field.name for field in dataclasses.fields(spec.config)}.issuperset(settings):
+            continue
         try:
             return spec, spec.config(**fields_of(content, spec))
         except UserError:
