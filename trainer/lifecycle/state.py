@@ -309,10 +309,6 @@ def _algorithm(part: torch.optim.Optimizer) -> str:
     return getattr(part, "algorithm", type(part).__name__)
 
 
-_SAME_MOMENTS = {"NorMuon": "Muon"}
-"""Algorithms with the same moments as another one.  Other code checks whether `optim.muon.variant` may change."""
-
-
 class OptimizerState(StatePart):
     """The optimizer's moments, by parameter name.
 
@@ -367,7 +363,7 @@ class OptimizerState(StatePart):
             if old is None:
                 if name in self._names:
                     changed.setdefault(("none", new), []).append(name)
-            elif _SAME_MOMENTS.get(old, old) != _SAME_MOMENTS.get(new, new):
+            elif old != new:
                 changed.setdefault((old, new), []).append(name)
         for name in plain["classes"]:
             if name not in self._parameters and name in self._names:

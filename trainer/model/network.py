@@ -236,20 +236,21 @@ def _flops_if_all_trained(spec: ModelSpec, model_config: Any, model: nn.Module, 
     if spec.flops:
         return spec.flops(model_config, seq_len)
     # Each token is multiplied by all parameters except embedding tables.
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
-    adapters = sum(parameter.numel() for parameter in _adapter_parameters(model))
-    return 6.0 * (sum(num_weights(model).values()) - sum(embedded.values()) - adapters)
+    numel, tables = num_weights(model), embedding_tables(model)
+    used = [p for name, p in model.named_parameters() if id(p) not in tables and not parse_adapter(name)]
+    return 6.0 * sum(numel[id(p)] for p in used)
 
 
-def _adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if parse_adapter(name)]
+def embedding_tables(model: nn.Module) -> set[int]:
+    """Return the ids of embedding weights, including those tied to the output projection."""
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
 
 
 def _flops_of_adapters(model: nn.Module, model_config: Any) -> float:
     """Return the FLOPs per token of adapters; a token uses only those of its chosen experts."""
     total = 0.0
-    for parameter in _adapter_parameters(model):
+    for parameter in (p for name, p in model.named_parameters() if parse_adapter(name)):
         num_experts = parameter.shape[0] if parameter.ndim == 3 else 1
         num_chosen = getattr(model_config, "num_chosen", None) or num_experts
         total += 6.0 * parameter.numel() * min(1.0, num_chosen / num_experts)
@@ -270,8 +271,7 @@ def flops_per_token(spec: ModelSpec, model_config: Any, model: nn.Module, seq_le
     total = base_flops + _flops_of_adapters(model, model_config)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
-    adapter_ids, numel = {id(parameter) for parameter in _adapter_parameters(model)}, num_weights(model)
-    matrices = [p for p in _matmul_weights(model, with_tied_tables=spec.flops is not None) if id(p) not in adapter_ids]
+    numel, matrices = num_weights(model), _matmul_weights(model, with_tied_tables=spec.flops is not None)
     # In a mixture of experts, a token uses only a fraction of the weights.
     used_fraction = min(1.0, base_flops / (6.0 * sum(numel[id(p)] for p in matrices)))
     before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
@@ -285,8 +285,10 @@ def flops_per_token(spec: ModelSpec, model_config: Any, model: nn.Module, seq_le
 
 
 def _matmul_weights(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
-    """Return the matrices that tokens are multiplied by; an embedding table counts only if a head shares it."""
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    """Return the matrices that tokens are multiplied by, without adapters.
+
+    An embedding table counts only if a head shares it.
+    """
     others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    ids = others if with_tied_tables else others - tables
-    return [p for p in model.parameters() if id(p) in ids and p.ndim >= 2]
+    ids = others if with_tied_tables else others - embedding_tables(model)
+    return [p for name, p in model.named_parameters() if id(p) in ids and p.ndim >= 2 and not parse_adapter(name)]

@@ -21,6 +21,7 @@ from trainer.config.schema import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score_name
 from trainer.model.mup import Growth
+from trainer.model.network import embedding_tables
 from trainer.model.parameters import CONVOLUTIONS, is_vector, tied_names
 from trainer.optim.muon import relative_update
 from trainer.tables import table
@@ -53,7 +54,7 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
     matches no parameter, and for `optim.muon.lr` with a zero `optim.lr`.
     """
     muon = matrices_for_muon(model)
-    embeddings = _embeddings(model)
+    embeddings = embedding_tables(model)
     assignments = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -96,12 +97,6 @@ def _with_muon_rate(assignment: Assignment, config: OptimSection) -> Assignment:
 # Kinds of parameters
 
 
-def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of embedding weights, including those tied to the output projection."""
-    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
-
-
 def matrices_for_muon(model: nn.Module) -> set[int]:
     """Return the ids of the hidden matrices and stacked experts of a model.
 
@@ -109,7 +104,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
     heads and routers are excluded.  An output projection is a matrix outside the numbered layers with as many rows as
     an embedding table has.  A router has as many rows as there are experts stacked next to it.
     """
-    embeddings = _embeddings(model)
+    embeddings = embedding_tables(model)
     tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     convolutions = {id(p) for m in model.modules() if isinstance(m, CONVOLUTIONS) for p in m.parameters(recurse=False)}
     stacks = {(name, p.shape[0]) for name, p in model.named_parameters() if p.ndim == 3 and id(p) not in convolutions}

@@ -506,9 +506,7 @@ class _Step:
         state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.detach())
-        if not self._optimizer._normalizes_rows:
-            state.pop("row_squares", None)  # left by a checkpoint of NorMuon
-        elif "row_squares" not in state:
+        if self._optimizer._normalizes_rows and "row_squares" not in state:
             state["row_squares"] = torch.zeros_like(parameter.detach()[..., :1], dtype=torch.float32)
         return state
 
