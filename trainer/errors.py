@@ -190,6 +190,12 @@ _MIN_FREE_BYTES = 1 << 20
 """A disk with fewer free bytes than this counts as full."""
 
 
+def first_few(names: Iterable[str], most: int = 5) -> str:
+    """Return the first `most` names as text, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
     """Return the legal value whose spelling is closest to `value`, or else one that contains it, or None.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -40,17 +40,25 @@ and row: at 4 TB/s and 800 TFLOP/s, the memory traffic takes as long as the FLOP
 """
 
 
-_uses_gpu_chunks = ContextVar("uses_gpu_chunks", default=False)
+Value = TypeVar("Value")
 
 
 @contextmanager
-def use_gpu_chunks() -> Iterator[None]:
-    """Inside the block, compute losses in the chunks that a GPU would use.  The planner uses this on fake tensors."""
-    token = _uses_gpu_chunks.set(True)
+def _within(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
+    """Set a context variable inside the block, and yield the value."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _uses_gpu_chunks.reset(token)
+        variable.reset(token)
+
+
+_uses_gpu_chunks = ContextVar("uses_gpu_chunks", default=False)
+
+
+def use_gpu_chunks() -> AbstractContextManager[object]:
+    """Inside the block, compute losses in the chunks that a GPU would use.  The planner uses this on fake tensors."""
+    return _within(_uses_gpu_chunks, True)
 
 
 _recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_losses", default=None)
@@ -63,28 +71,20 @@ def row_losses() -> Iterator[list[torch.Tensor]]:
     Only cross-entropies that return a single sum are recorded, not those inside `by_row` or `replace_loss`.
     """
     recorded: list[torch.Tensor] = []
-    token = _recorded_losses.set(recorded)
-    try:
+    with _within(_recorded_losses, recorded):
         yield recorded
-    finally:
-        _recorded_losses.reset(token)
 
 
 _sums_by_row = ContextVar("sums_by_row", default=False)
 
 
-@contextmanager
-def by_row() -> Iterator[None]:
+def by_row() -> AbstractContextManager[object]:
     """Make models inside the block return one loss sum per sequence, (B,), instead of a single sum.
 
     The sums are in fp64, because callers subtract them and small differences must be accurate.  Works for models that
     compute their loss with the functions in this module.
     """
-    token = _sums_by_row.set(True)
-    try:
-        yield
-    finally:
-        _sums_by_row.reset(token)
+    return _within(_sums_by_row, True)
 
 
 LossReplacement: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]"
@@ -95,17 +95,12 @@ If the weight is None, the first argument holds the logits, (B, T, V)."""
 _replacement: ContextVar[LossReplacement | None] = ContextVar("replacement", default=None)
 
 
-@contextmanager
-def replace_loss(function: LossReplacement) -> Iterator[None]:
+def replace_loss(function: LossReplacement) -> AbstractContextManager[object]:
     """Make models inside the block return `function(hidden, weight, targets)` in place of their summed loss.
 
     Works for models that compute their loss with the functions in this module.
     """
-    token = _replacement.set(function)
-    try:
-        yield
-    finally:
-        _replacement.reset(token)
+    return _within(_replacement, function)
 
 
 def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
@@ -128,7 +123,7 @@ def per_token_losses(hidden: torch.Tensor, weight: torch.Tensor | None, targets:
     return losses_N.view(targets.shape)
 
 
-def loss_mode(config: RunConfig) -> AbstractContextManager[None]:
+def loss_mode(config: RunConfig) -> AbstractContextManager[object]:
     """Return the context in which a run computes its model's loss: as a sum over tokens, by row, or as scores."""
     if "scores" in config.objective.needs:
         return replace_loss(scores_at_targets)

@@ -93,17 +93,12 @@ class RoundingAdamW(torch.optim.Optimizer):
         self._stacked: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Perform one step for all parameters that have a gradient.  No collectives."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             if with_gradient:
                 self._step_group(group, with_gradient)
-        return loss
 
     def _step_group(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
         states = [self._state_of(p) for p in parameters]

@@ -448,22 +448,17 @@ class Muon(torch.optim.Optimizer):
         self._layouts: dict[tuple[int, ...], list[_Layout]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Perform one step for all parameters that have a gradient, which must be the same on all ranks."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.device.type == "cpu":  # reading it causes no host sync
             if found_inf:
-                return loss
+                return
             found_inf = None
         groups = {id(p): group for group in self.param_groups for p in group["params"] if p.grad is not None}
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for layout, members in self._layouts_of(parameters):
             _Step(self, layout, members, groups, found_inf, grad_scale).run()
-        return loss
 
     def _layouts_of(self, parameters: list[torch.Tensor]) -> list[tuple[_Layout, list[torch.Tensor]]]:
         """Return the layout of the parameters of each mesh."""

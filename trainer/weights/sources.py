@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.config.model_folder import CONFIG_JSON, INDEX, weight_files
-from trainer.errors import UserError, print_stderr, setting_error
+from trainer.errors import UserError, first_few, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.head import is_score_name, replaced_output_name
 from trainer.model.lora import is_base_weight
@@ -93,7 +93,7 @@ def fill(
             if values.numel() and not is_vector(name, weight) and is_base_weight(name):
                 is_zero[stored] = ~values.any()
     if is_finite and not torch.stack([*is_finite.values()]).all():
-        listed = _first_few(name for name, flag in is_finite.items() if not flag)
+        listed = first_few(name for name, flag in is_finite.items() if not flag)
         raise UserError(
             f"{setting}: the weights in {source.description} are not all finite: NaN or infinity in {listed}"
         )
@@ -102,13 +102,8 @@ def fill(
         zeros = [name for name, flag in is_zero.items() if flag]
         print_stderr(
             f"warning: {setting}: {len(zeros)} of {len(is_zero)} matrices in {source.description} are all zero, as "
-            f"after an interrupted download: {_first_few(zeros)}"
+            f"after an interrupted download: {first_few(zeros)}"
         )
-
-
-def _first_few(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def find_weights(
@@ -185,7 +180,7 @@ def _check_copies(
         if not different_rows:
             continue
         rule = f"{stored} and {copy} are one tensor in the model, but two in {source.description}: they differ in row "
-        rule += _first_few(str(start + row) for row in different_rows)
+        rule += first_few(str(start + row) for row in different_rows)
         config = Path(source.description).expanduser() / CONFIG_JSON
         fix = f"remove {copy} if it is not needed"
         if config.is_file():
@@ -354,7 +349,7 @@ class SafetensorsFolder(StoredTensors):
                 readers[name] = file, handle.get_slice(name)
         self.remarks += [f"without {part} ({number} tensors)" for part, number in left_out.items()]
         if unlisted:
-            self.remarks.append(f"with {_first_few(unlisted)}, which {INDEX} does not list")
+            self.remarks.append(f"with {first_few(unlisted)}, which {INDEX} does not list")
         self.remarks += unread_weights(path, [file.name for file in files])
         if spec is not None and spec.hf is not None and "quantization_config" in spec.hf.dropped:
             readers = self._dequantized(readers)

@@ -6,12 +6,13 @@ What is used is what transformers uses.  A folder without contradictions gives n
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.config.model_folder import CONFIG_JSON, INDEX, MAX_INDEX_BYTES
+from trainer.errors import first_few
 from trainer.files import read_json
 
 _WEIGHTS = (
@@ -19,9 +20,6 @@ _WEIGHTS = (
     *("consolidated*.pth", "adapter_model.bin", "*.gguf"),
 )
 """Patterns of the names of files with weights, and of their indexes."""
-
-_MAX_NAMES = 5
-"""Maximum number of file names in a remark."""
 
 
 def unread_weights(path: str | os.PathLike[str], read_files: Sequence[str]) -> list[str]:
@@ -37,7 +35,7 @@ def unread_weights(path: str | os.PathLike[str], read_files: Sequence[str]) -> l
     if not names:
         return []
     used = read_files[0] if len(read_files) == 1 else INDEX
-    return [f"read from {used}, not from {_few(names)}"]
+    return [f"read from {used}, not from {first_few(names)}"]
 
 
 def contradictions(path: str | os.PathLike[str]) -> list[str]:
@@ -119,9 +117,3 @@ def _read(path: Path) -> dict[str, Any]:
         content = read_json(path, MAX_INDEX_BYTES)
         return content if isinstance(content, dict) else {}
     return {}
-
-
-def _few(names: Collection[str]) -> str:
-    listed = [*names]
-    more = f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
-    return ", ".join(listed[:_MAX_NAMES]) + more
