@@ -49,7 +49,6 @@ ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.j
 _FILES_WITH_MARK = (CONFIG_JSON, ADAPTER_WEIGHTS)
 """Files that may contain `MARK`.  They stay in the folder, as proof of an earlier export, until they are replaced."""
 
-
 MAX_FILE_BYTES = 2 * 10**9
 """Default limit on the size of a file of weights, which is held in memory while it is written."""
 
