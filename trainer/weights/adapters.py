@@ -42,9 +42,9 @@ from trainer.model.lora import (
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
 from trainer.model_spec import ModelSpec, Transposed
-from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, ExportedTensor, write_folder
+from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, write_folder
 from trainer.weights.model_files import ModelFiles, is_tokenizer_file, json_bytes
-from trainer.weights.sources import MappedSource, WeightSource, renamed, row_blocks
+from trainer.weights.sources import MappedSource, Origin, WeightSource, renamed, row_blocks
 
 BASE = "base"
 """The key in a checkpoint's state for the entry that identifies the base weights under the adapters."""
@@ -293,16 +293,18 @@ def export_adapter(
         raise UserError(f"model {spec.name!r}: only some of the layers with adapters are stored transposed")
     prefixes = {layer: name.removesuffix(".weight") for layer, name in weight_names.items()}
     prefixes |= expert_prefixes
-    source, tensors = _as_matrices(source, expert_prefixes), []
-    for name, shape in source.shapes.items():
+    origins = {}
+    for name in source.shapes:
         if part := parse_adapter(name):
             layer, letter = part
+            transform = _TO_MATRIX[letter] if layer in expert_prefixes else None
             exported_name = f"base_model.model.{prefixes[layer]}.lora_{letter}.weight"
-            tensors.append(ExportedTensor(name, exported_name, shape, dtype or source.dtypes[name]))
+            origins[exported_name] = Origin(source, name, transform=transform)
         elif is_score_name(name):
-            head_name = f"base_model.model.{names.to_huggingface(name)}"
-            tensors.append(ExportedTensor(name, head_name, shape, dtype or source.dtypes[name]))
-    has_head = any(is_score_name(tensor.source_name) for tensor in tensors)
+            origins[f"base_model.model.{names.to_huggingface(name)}"] = Origin(source, name)
+    exported = MappedSource(source.description, origins)
+    dtypes = {name: dtype or stored for name, stored in exported.dtypes.items()}
+    has_head = any(map(is_score_name, source.shapes))
     all_names = [names.to_huggingface(name) or name for name in model.state_dict(keep_vars=True)]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     settings = {
@@ -321,22 +323,15 @@ def export_adapter(
     model_files = model_files or ModelFiles()
     tokenizer_files = {name: data for name, data in model_files.files.items() if is_tokenizer_file(name)}
     texts = {ADAPTER_CONFIG: json_bytes(settings), **(model_files.tokenizer or tokenizer_files)}
-    shards = {ADAPTER_WEIGHTS: tensors}
-    return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
+    files = {ADAPTER_WEIGHTS: [*origins]}
+    return write_folder(Path(folder).expanduser(), texts, files, exported, dtypes, MARK, overwrite, setting)
 
 
-def _as_matrices(source: WeightSource, experts: Collection[str]) -> WeightSource:
-    """Return `source` with the factors of expert adapters as matrices, as in peft's format.
-
-    experts: the names of the adapters that belong to experts.
-    """
-    to_matrix = {
-        "A": lambda factor_ERK: factor_ERK.reshape(-1, factor_ERK.shape[2]),
-        "B": lambda factor_ENR: factor_ENR.permute(1, 2, 0).reshape(factor_ENR.shape[1], -1),
-    }
-    parts = {name: parse_adapter(name) for name in source.shapes}
-    transforms = {name: to_matrix[part[1]] for name, part in parts.items() if part and part[0] in experts}
-    return MappedSource([(source, {name: name for name in source.shapes})], transforms)
+_TO_MATRIX: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "A": lambda factor_ERK: factor_ERK.reshape(-1, factor_ERK.shape[2]),
+    "B": lambda factor_ENR: factor_ENR.permute(1, 2, 0).reshape(factor_ENR.shape[1], -1),
+}
+"""Functions that turn the factors of an adapter of experts into matrices, as in peft's format."""
 
 
 def _huggingface_weight(names: HuggingFaceNames, spec: ModelSpec, layer: str) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from trainer.weights.model_files import (
     with_template,
     with_tokenizer_config,
 )
-from trainer.weights.sources import WeightSource, find_weights, named_weights, row_blocks
+from trainer.weights.sources import MappedSource, Origin, WeightSource, find_weights, named_weights, row_blocks
 
 PARTIAL = ".partial"
 """Suffix of an unfinished file's name, which also starts with a dot."""
@@ -51,56 +50,6 @@ _FILES_WITH_MARK = (CONFIG_JSON, ADAPTER_WEIGHTS)
 
 MAX_FILE_BYTES = 2 * 10**9
 """Default limit on the size of a file of weights, which is held in memory while it is written."""
-
-
-@dataclass(frozen=True)
-class ExportedTensor:
-    """A tensor to write.
-
-    source_name: its name in the source.
-    row: the row of the source's tensor that it is; None if it is the whole tensor, or its transpose.
-    name, shape, dtype: those that it has in the file.
-    """
-
-    source_name: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    row: int | None = None
-    is_transposed: bool = False
-
-    @classmethod
-    def named(cls, source_name: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[ExportedTensor]:
-        """Return the tensors that a tensor of the source becomes: several if `name` is a `Stacked`.
-
-        shape: its shape in the source.
-        """
-        if isinstance(name, Stacked):
-            return [cls(source_name, name.replace("*", str(row)), shape[1:], dtype, row=row) for row in range(shape[0])]
-        if isinstance(name, Transposed):
-            return [cls(source_name, str(name), (*shape[:-2], shape[-1], shape[-2]), dtype, is_transposed=True)]
-        return [cls(source_name, name, shape, dtype)]
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def read(self, source: WeightSource) -> torch.Tensor:
-        """Return the tensor as it is written.  Besides it, only a block of the source's tensor is in memory."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        rows = tensor.mT if self.is_transposed else tensor
-        if self.row is not None:
-            rows.copy_(self._cast(source.read(self.source_name, self.row, self.row + 1)[0]))
-        elif not self.shape:
-            rows.copy_(self._cast(source.read(self.source_name)))
-        else:
-            source_dtype = source.dtypes[self.source_name]
-            for start, stop in row_blocks(rows.shape, source_dtype, 0, len(rows)):
-                rows[start:stop].copy_(self._cast(source.read(self.source_name, start, stop)))
-        return tensor
-
-    def _cast(self, weight: torch.Tensor) -> torch.Tensor:
-        return cast_weight(weight, self.dtype, self.name)
 
 
 def export(
@@ -143,34 +92,35 @@ def export(
     weights do not fit the model.
     """
     path = Path(folder).expanduser()
-    names = HuggingFaceNames(spec, model_config)
     heads = [shape for name, shape in source.shapes.items() if is_score_name(name)]
     stored = spec.stored_weights(model_config, source)
-    if stored is not None:  # already with the exported names and shapes
-        source, dtypes = stored, stored.dtypes
-        tensors = [
-            ExportedTensor(name, name, shape, (dtype if dtypes[name].is_floating_point else None) or dtypes[name])
-            for name, shape in stored.shapes.items()
-        ]
-    else:
-        tensors = _list_tensors(source, spec, model_config, names, dtype)
-    shards = _split_into_shards(tensors, max_shard_bytes)
-    texts = _text_files(spec, model_config, tensors, end_id, turn_ends, tokenizer, model_files or ModelFiles())
+    exported: WeightSource
+    exported, buffers = (stored, set()) if stored is not None else _under_exported_names(source, spec, model_config)
+    # Buffers are not cast: some need their precision, such as the bias with which a router selects experts.
+    dtypes = {
+        name: dtype if dtype is not None and before.is_floating_point and name not in buffers else before
+        for name, before in exported.dtypes.items()
+    }
+    sizes = _sizes(exported, dtypes)
+    files = _split_into_files(sizes, max_shard_bytes)
+    main_dtype = str(dtypes[max(sizes, key=lambda name: sizes[name])]).removeprefix("torch.")
+    texts = _text_files(spec, model_config, main_dtype, end_id, turn_ends, tokenizer, model_files or ModelFiles())
     if heads:
         texts[CONFIG_JSON] = _classifier_config(texts[CONFIG_JSON], heads[0][0])
         texts.pop(GENERATION, None)
-    if len(shards) > 1:
-        total = sum(tensor.num_bytes for tensor in tensors)
-        weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
-        texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
-    return write_folder(path, texts, shards, source, MARK if stored is not None else {}, overwrite, setting)
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        texts[INDEX] = json_bytes({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    mark = MARK if stored is not None else {}
+    return write_folder(path, texts, files, exported, dtypes, mark, overwrite, setting)
 
 
 def write_folder(
     path: Path,
     texts: Mapping[str, bytes],
-    shards: Mapping[str, Sequence[ExportedTensor]],
+    files: Mapping[str, Collection[str]],
     source: WeightSource,
+    dtypes: Mapping[str, torch.dtype],
     mark: Mapping[str, str],
     overwrite: bool,
     setting: str,
@@ -180,7 +130,8 @@ def write_folder(
     All files have temporary names until the last one is complete.
 
     texts: the contents of the text files, by name.
-    shards: the tensors of each safetensors file, by the file's name.
+    files: the names of the tensors in each safetensors file, by the file's name.
+    dtypes: the dtypes in the files, by the tensor's name.
     mark: an entry to add to the headers of the tensor files.
 
     Files of an earlier export are removed.
@@ -188,18 +139,18 @@ def write_folder(
     Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced,
     or if there is not enough disk space.
     """
-    num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+    num_bytes = sum(map(len, texts.values())) + sum(_sizes(source, dtypes).values())
     with writing_to(setting, path, num_bytes), ExitStack() as stack:
         _prepare_folder(path, overwrite, setting)
-        names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
+        names = (*(name for name in texts if name != INDEX), *files, *(name for name in texts if name == INDEX))
         partial = {
             name: stack.enter_context(partial_file(path / f".{name.replace('/', '-')}{PARTIAL}")) for name in names
         }
         for name, text in texts.items():
             partial[name].write_bytes(text)
             _sync_file(partial[name])
-        for name, shard in shards.items():
-            weights = {tensor.name: tensor.read(source) for tensor in shard}
+        for name, tensors in files.items():
+            weights = {tensor: _read(source, tensor, dtypes[tensor]) for tensor in tensors}
             save_file(weights, partial[name], {"format": "pt", **mark})
             del weights  # before the next file's are read
             _sync_file(partial[name])
@@ -218,35 +169,55 @@ def write_folder(
     return [path / name for name in partial]
 
 
-def _list_tensors(
-    source: WeightSource, spec: ModelSpec, model_config: Any, names: HuggingFaceNames, dtype: torch.dtype | None
-) -> list[ExportedTensor]:
-    """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
+def _sizes(source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """Return the number of bytes of each tensor in `dtypes`."""
+    shapes = source.shapes
+    return {name: torch.Size(shapes[name]).numel() * dtype.itemsize for name, dtype in dtypes.items()}
+
+
+def _read(source: WeightSource, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as it is written, contiguous and in memory of its own.  Reads one block of rows at a time."""
+    shape = source.shapes[name]
+    if not shape:
+        return cast_weight(source.read(name), dtype, name).clone()
+    tensor = torch.empty(shape, dtype=dtype)
+    for start, stop in row_blocks(shape, source.dtypes[name], 0, shape[0]):
+        tensor[start:stop].copy_(cast_weight(source.read(name, start, stop), dtype, name))
+    return tensor
+
+
+def _under_exported_names(source: WeightSource, spec: ModelSpec, model_config: Any) -> tuple[MappedSource, set[str]]:
+    """Return the tensors of `source` as Hugging Face stores them, in the model's order, and the names of buffers there.
+
+    Raises UserError if the source or the names do not fit.
+    """
+    names = HuggingFaceNames(spec, model_config)
     with torch.device("meta"):
         model = spec.build_model(model_config)
         if heads := [shape for name, shape in source.shapes.items() if is_score_name(name)]:
             replace_head(model, spec, model_config, heads[0][0])
-    shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    dtypes = source.dtypes
-    tensors: list[ExportedTensor] = []
-    unnamed = []
+    shapes, origins, buffers, unnamed = source.shapes, dict[str, Origin](), set[str](), list[str]()
     for name, stored in find_weights(model, source, f"model {spec.name!r}").items():
-        exported_name = names.to_huggingface(name)
-        if exported_name is None:
+        exported = names.to_huggingface(name)
+        if exported is None:
             unnamed.append(name)
             continue
-        source_dtype = dtypes[stored]
-        # Buffers are not cast: some need their precision, such as the bias with which a router selects experts.
-        is_cast = source_dtype.is_floating_point and name in parameters
-        stored_dtype = dtype if dtype is not None and is_cast else source_dtype
-        tensors += ExportedTensor.named(stored, exported_name, shapes[name], stored_dtype)
-    if buffers := buffers_without_name(model, spec, model_config):
+        if isinstance(exported, Stacked):
+            rows = range(shapes[stored][0])
+            parts = {exported.replace("*", str(row)): Origin(source, stored, row=row) for row in rows}
+        elif isinstance(exported, Transposed):
+            parts = {str(exported): Origin(source, stored, transform=lambda matrix: matrix.mT)}
+        else:
+            parts = {exported: Origin(source, stored)}
+        origins |= parts
+        buffers |= parts.keys() if name not in parameters else set()
+    if missing := buffers_without_name(model, spec, model_config):
         type_name = find_huggingface(spec).model_type_of(model_config)
-        raise UserError(f"Hugging Face's {type_name} has no {', '.join(buffers)}, and the model needs it")
+        raise UserError(f"Hugging Face's {type_name} has no {', '.join(missing)}, and the model needs it")
     if unnamed:
         raise UserError(f"model {spec.name!r}: hf.names lacks {', '.join(unnamed)}")
-    return tensors
+    return MappedSource(source.description, origins), buffers
 
 
 def buffers_without_name(model: nn.Module, spec: ModelSpec, model_config: Any) -> list[str]:
@@ -262,33 +233,39 @@ def buffers_without_name(model: nn.Module, spec: ModelSpec, model_config: Any) -
     return [name for name in buffers if names.to_huggingface(name) is None]
 
 
-def _split_into_shards(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
-    """Distribute the tensors, in the model's order, over files; return the tensors of each file by the file's name."""
-    shards: list[list[ExportedTensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    if len(shards) == 1:
-        return {WEIGHTS: shards[0]}
-    return {f"model-{k:05d}-of-{len(shards):05d}.safetensors": shard for k, shard in enumerate(shards, start=1)}
+def _split_into_files(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """Distribute tensors over files, in order; return the names of each file's tensors by the file's name."""
+    files: list[list[str]] = [[]]
+    num_bytes = 0
+    for name, size in sizes.items():
+        if files[-1] and num_bytes + size > max_bytes:
+            files.append([])
+            num_bytes = 0
+        files[-1].append(name)
+        num_bytes += size
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {f"model-{k:05d}-of-{len(files):05d}.safetensors": names for k, names in enumerate(files, start=1)}
 
 
 def _text_files(
     spec: ModelSpec,
     model_config: Any,
-    tensors: Sequence[ExportedTensor],
+    dtype: str,
     end_id: int | None,
     turn_ends: Collection[int],
     tokenizer: str,
     model_files: ModelFiles,
 ) -> dict[str, bytes]:
-    """Return the contents of the text files by name; the files that came with the model are reused."""
+    """Return the contents of the text files by name; the files that came with the model are reused.
+
+    dtype: the dtype that config.json names.
+    """
     tokenizer_files = model_files.tokenizer or read_tokenizer(tokenizer)
     original = model_files.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
     if not original:
-        texts = {CONFIG_JSON: _config_json(spec, model_config, tensors, ends)} | with_tokenizer_config(
+        texts = {CONFIG_JSON: _config_json(spec, model_config, dtype, ends)} | with_tokenizer_config(
             tokenizer_files, tokenizer, end_id
         )
         return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
@@ -309,15 +286,12 @@ def _text_files(
         if name in texts
     }
     if CONFIG_JSON not in texts:
-        return {CONFIG_JSON: _config_json(spec, model_config, tensors, ends), **texts}
-    return texts | {CONFIG_JSON: _update_config(texts[CONFIG_JSON], spec, model_config, tensors)}
+        return {CONFIG_JSON: _config_json(spec, model_config, dtype, ends), **texts}
+    return texts | {CONFIG_JSON: _update_config(texts[CONFIG_JSON], spec, model_config, dtype)}
 
 
-def _config_json(
-    spec: ModelSpec, model_config: Any, tensors: Sequence[ExportedTensor], ends: int | list[int] | None
-) -> bytes:
+def _config_json(spec: ModelSpec, model_config: Any, dtype: str, ends: int | list[int] | None) -> bytes:
     hf = find_huggingface(spec)
-    dtype = _main_dtype(tensors)
     return json_bytes(
         {
             # Otherwise transformers falls back to its defaults for this model type.
@@ -332,10 +306,9 @@ def _config_json(
     )
 
 
-def _update_config(original: bytes, spec: ModelSpec, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
+def _update_config(original: bytes, spec: ModelSpec, model_config: Any, dtype: str) -> bytes:
     """Return the original config.json with only its outdated entries changed."""
     hf = find_huggingface(spec)
-    dtype = _main_dtype(tensors)
     content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
     if not _describes(content, spec, model_config):
         new = {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
@@ -377,10 +350,6 @@ def _classifier_config(content: bytes, num_labels: int) -> bytes:
         | {"architectures": [f"{kind}ForSequenceClassification"], "id2label": dict(enumerate(labels))}
         | {"label2id": {label: number for number, label in enumerate(labels)}}
     )
-
-
-def _main_dtype(tensors: Sequence[ExportedTensor]) -> str:
-    return str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
 
 
 def _add_eos_ids(settings: bytes, default: int | list[int] | None, new: Collection[int]) -> bytes:

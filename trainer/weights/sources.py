@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -209,54 +209,71 @@ def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) 
 # Sources made of others
 
 
-class MappedSource:
-    """A `WeightSource` of tensors of other sources, under other names and, where `transforms` says so, in other shapes.
+class Origin(NamedTuple):
+    """What a tensor of a `MappedSource` is: a tensor of another source, one row of it, or what `transform` makes of it.
 
-    parts: sources, each with the names that it has for tensors of this source, by their names here.
-    transforms: functions of a whole tensor, by the tensor's name here; its result has the same dtype.  The result is
-        kept until another transformed tensor is read.
+    The result of `transform` has the same dtype.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[WeightSource, Mapping[str, str]]],
-        transforms: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
-    ) -> None:
-        self.description = " and ".join(source.description for source, _ in parts)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._origins: dict[str, tuple[WeightSource, str]] = {}
-        self._transforms = transforms or {}
+    source: WeightSource
+    name: str
+    row: int | None = None
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def shape(self, original: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tensor's shape, given that of the original."""
+        if self.row is not None:
+            return original[1:]
+        if self.transform is not None:
+            return tuple(self.transform(torch.empty(original, device="meta")).shape)
+        return original
+
+    def read(self) -> torch.Tensor:
+        """Return all of the tensor."""
+        if self.row is not None:
+            return self.source.read(self.name, self.row, self.row + 1)[0]
+        tensor = self.source.read(self.name)
+        return tensor if self.transform is None else self.transform(tensor)
+
+
+class MappedSource:
+    """A `WeightSource` whose tensors come from other sources.
+
+    origins: where each tensor comes from, by its name here.  A row, or the result of a `transform`, is kept until
+        another one is read.
+    """
+
+    def __init__(self, description: str, origins: Mapping[str, Origin]) -> None:
+        self.description, self._origins = description, origins
+        sources = {id(origin.source): origin.source for origin in origins.values()}
+        shapes = {key: source.shapes for key, source in sources.items()}
+        dtypes = {key: source.dtypes for key, source in sources.items()}
+        self.shapes = {name: each.shape(shapes[id(each.source)][each.name]) for name, each in origins.items()}
+        self.dtypes = {name: dtypes[id(each.source)][each.name] for name, each in origins.items()}
         self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
-        for source, names in parts:
-            shapes, dtypes = source.shapes, source.dtypes
-            for name, original in names.items():
-                self._origins[name] = source, original
-                self.dtypes[name] = dtypes[original]
-                self.shapes[name] = shapes[original]
-                if name in self._transforms:
-                    transformed = self._transforms[name](torch.empty(shapes[original], device="meta"))
-                    self.shapes[name] = tuple(transformed.shape)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        source, original = self._origins[name]
-        if name not in self._transforms:
-            return source.read(original, start, stop)
+        origin = self._origins[name]
+        if origin.row is None and origin.transform is None:
+            return origin.source.read(origin.name, start, stop)
         if self._last[0] != name:
-            self._last = name, self._transforms[name](source.read(original))
-        return self._last[1][start:stop]
+            self._last = name, origin.read()
+        tensor = self._last[1]
+        return tensor[start:stop] if tensor.ndim else tensor
 
 
 def renamed(source: WeightSource, rename: Callable[[str], str | None]) -> MappedSource:
     """Return a source with renamed tensors.  `rename` returns a tensor's new name, or None to leave it out."""
     new_names = {name: rename(name) for name in source.shapes}
-    return MappedSource([(source, {new: name for name, new in new_names.items() if new is not None})])
+    origins = {new: Origin(source, name) for name, new in new_names.items() if new is not None}
+    return MappedSource(source.description, origins)
 
 
 def joined(*sources: WeightSource) -> MappedSource:
     """Return a source with the tensors of all `sources`, whose names differ."""
-    return MappedSource([(source, {name: name for name in source.shapes}) for source in sources])
+    origins = {name: Origin(source, name) for source in sources for name in source.shapes}
+    return MappedSource(" and ".join(source.description for source in sources), origins)
 
 
 # ---------------------------------------------------------------------------------------------------------------
