@@ -274,22 +274,10 @@ register(ModelSpec("mlp_repeating", MlpConfig, Mlp, UNITS, trainer="tests.helper
 register(ModelSpec("mlp_renamed", MlpConfig, Renamed, ["table", "inner.*", "out"]))
 
 
-def whole_logits(config: object) -> nn.Module:
-    """Return a Llama that returns all logits at once."""
-    from trainer.recipes.llama.model import Llama
-
-    class WholeLogits(Llama):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(tokens)
-
-    return WholeLogits(config)  # type: ignore[arg-type]
-
-
 def _units(model: nn.Module) -> list[str]:
     return ["layers.*"]
 
 
-register(ModelSpec("llama_whole_logits", LlamaConfig, whole_logits, _units))
 _FAULTY = "tests.helpers.faults:FaultyTrainer"
 # Without `hf`: folders of Hugging Face name the original.
 register(dataclasses.replace(find_model("llama"), name="llama_faulty", trainer=_FAULTY, hf=None))

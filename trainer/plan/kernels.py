@@ -149,7 +149,7 @@ class _GpuKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and (out := _flash(*args, **kwargs)) is not None:
             return out
         if func is F.rms_norm:
-            return _rms_norm(*args, **kwargs)
+            return rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -169,9 +169,10 @@ def _flash(
     return out
 
 
-def _rms_norm(
+def rms_norm(
     input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
+    """Return what stands for `F.rms_norm` while a model is traced."""
     out: torch.Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
     return out
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,18 +23,32 @@ from trainer.plan.rates import Rates
 
 GIB = 2**30
 
-# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the rates that it measures.  The
-# fractions for matmuls are fitted to figures published by torchtitan: Llama 2 13B on 64 A100s without recomputation
-# and, for float8, Llama 3 8B on 8 H100s at 500 W.  The fraction for attention is what FlashAttention-2 reaches on an
-# H100 (Shah et al. 2024, arXiv:2407.08608).
-_MATMUL_EFFICIENCY, _FLOAT8_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.73, 0.66, 0.38
-_MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.85, 0.8
-_KERNEL_S, _HOST_S = 2.5e-6, 8e-6
-"""See `Rates.kernel_s` and `Rates.host_s`."""
+# Fractions of the data sheet's peaks that kernels reach in training; --calibrate replaces the rates that it measures.
+# `python -m bench.published` has the published figures that they are fitted to and checked with.
+_MATMUL_EFFICIENCY = 0.65
+"""Of the peak of bf16 matmuls; fitted to the rows of KempnerForge, NeMo AutoModel and TRL on H100 and H200."""
+_A100_MATMUL_EFFICIENCY = 0.78
+"""The same for an A100; fitted to torchtitan's Llama 2 13B without recomputation.  Newer GPUs reach a smaller fraction
+of their peak, since their power limit lowers the clock during large matmuls."""
+_FLOAT8_EFFICIENCY = 0.6
+"""Of the peak of float8 matmuls; fitted to torchtitan's Llama 3.1 8B on 8 H100."""
+_ATTENTION_EFFICIENCY = 0.5
+"""Of the peak of bf16 matmuls, by the kernel that torch chooses: on an A100, FlashAttention-2 reaches 0.5 to 0.73 (Dao
+2023, arXiv:2307.08691); on an H100, cuDNN is 1.7 to 2.3 times as fast (huggingface/transformers#48163) as
+FlashAttention-2, which reaches 0.35 (Shah et al. 2024, arXiv:2407.08608).  TRL's million tokens on 8 H100 take 0.5."""
+_MEMORY_EFFICIENCY = 0.85
+"""Of the memory bandwidth, by elementwise kernels; assumed."""
+_LINK_EFFICIENCY = 0.8
+"""Of the bandwidth of links and networks; on 8 A100, NCCL reaches 230 of 300 GB/s (NVIDIA/nccl#527)."""
+_KERNEL_S = 2.5e-6
+"""See `Rates.kernel_s`; assumed."""
+_HOST_S = 8e-6
+"""See `Rates.host_s`; assumed."""
 _TAKEN_BY_COLLECTIVES = 0.15
 """Fraction of a GPU's multiprocessors that a collective occupies while it runs: NCCL takes 16 to 24, out of 108 on an
 A100 and 132 on an H100."""
-_LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
+_LINK_LATENCY_S = 5e-6
+_NETWORK_LATENCY_S = 15e-6
 _ALLOCATOR_FRACTION = 0.16
 """Memory that the caching allocator reserves beyond live tensors, as a fraction of the live tensors.
 
@@ -102,9 +116,8 @@ def find_machine(
     if is_local_gpu and memory_gib is None:
         memory_gib = torch.cuda.get_device_properties().total_memory / GIB
     if device.lstrip().startswith("{"):
-        custom = read_description(device)
-        machine = _from_sheet(custom.sheet, ranks_per_node or 8, network_gbps, custom.compute_fraction)
-        return _with_memory(machine, memory_gib, memory_key)
+        described = _from_sheet(read_description(device), ranks_per_node or 8, network_gbps)
+        return _with_memory(described, memory_gib, memory_key)
     sheet, measured = find_device(device), read_calibration(device)
     if device.lower() == "cpu":
         machine = _cpu_machine(ranks_per_node or 1)
@@ -137,12 +150,21 @@ _UNKNOWN = DEVICES[0]
 """The data sheet to use for a GPU that has none, so that settings can be compared; runs then show no planned time."""
 
 
-def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_fraction: float = 1.0) -> Machine:
-    """Return a machine built from a data sheet, with its compute rates scaled by `compute_fraction` (power limit)."""
+def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float) -> Machine:
+    """Return a machine built from a data sheet, which the user may have described.
+
+    Under a power limit, a chip lowers its clock: compute rates fall in proportion to the power.  This is an
+    approximation; see Ujeniya et al. 2026, arXiv:2604.11391.
+    """
+    original = next(each for each in DEVICES if each.driver_name == device.driver_name)
+    compute_fraction = device.power_w / original.power_w
     peaks = {2: device.bf16_flops * compute_fraction, 4: device.fp32_flops * compute_fraction}
-    float8 = {} if device.fp8_flops is None else {1: device.fp8_flops * compute_fraction * _FLOAT8_EFFICIENCY}
+    matmul_efficiency = _A100_MATMUL_EFFICIENCY if device.driver_name == "A100" else _MATMUL_EFFICIENCY
+    matmul = {size: peak * matmul_efficiency for size, peak in peaks.items()}
+    if device.fp8_flops is not None:
+        matmul[1] = device.fp8_flops * compute_fraction * _FLOAT8_EFFICIENCY
     rates = Rates(
-        matmul=float8 | {size: peak * _MATMUL_EFFICIENCY for size, peak in peaks.items()},
+        matmul=matmul,
         attention={size: peak * _ATTENTION_EFFICIENCY for size, peak in peaks.items()},
         memory=device.memory_bandwidth * _MEMORY_EFFICIENCY,
         optimizer=device.memory_bandwidth * _MEMORY_EFFICIENCY,
@@ -160,11 +182,11 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, comput
         device.name,
         rates,
         device.memory_gib,
-        device.bf16_flops,
-        _ALLOCATOR_FRACTION,
-        _RESERVED_GIB,
-        False,
-        f"data sheet, {device.source}",
+        peak_flops=device.bf16_flops,
+        allocator_share=_ALLOCATOR_FRACTION,
+        reserved_gib=_RESERVED_GIB,
+        is_measured=False,
+        source=f"data sheet, {device.source}",
     )
 
 
@@ -186,7 +208,16 @@ def _cpu_machine(num_ranks: int) -> Machine:
         ranks_per_node=num_ranks,
     )
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine("cpu", rates, host_bytes / GIB / num_ranks, None, 0.0, 0.4, False, "a guess")
+    return Machine(
+        "cpu",
+        rates,
+        host_bytes / GIB / num_ranks,
+        peak_flops=None,
+        allocator_share=0.0,
+        reserved_gib=0.4,
+        is_measured=False,
+        source="a guess",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -247,24 +278,27 @@ def _with_measurements(machine: Machine, values: dict[str, Any]) -> Machine:
 # device={like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}
 
 
-_STATIC_POWER = 0.2
-"""Fraction of a device's maximum power that goes to memory and leakage, regardless of the compute load.
+class _Property(NamedTuple):
+    """A property of a device that a description may contain."""
 
-Under a power limit a chip lowers its clock, and with it the power of its compute units.  Treating compute as
-proportional to the remaining power is an approximation.  The value was fitted to one published figure: torchtitan's
-Llama 3 8B on 8 H100 at 500 W, compiled.  For the effect of power limits on clocks, see Ujeniya et al. 2026,
-arXiv:2604.11391."""
-
-
-@dataclass(frozen=True)
-class CustomDevice:
-    """A data sheet, and the fraction of its compute rates that is available under the power limit."""
-
-    sheet: Device
-    compute_fraction: float = 1.0
+    field: str
+    """The field of `Device` that it replaces."""
+    unit: str
+    scale: float = 1.0
+    """The factor from the description's unit to the field's."""
 
 
-def read_description(text: str) -> CustomDevice:
+_PROPERTIES = {
+    "power_w": _Property("power_w", "W"),
+    "memory_gib": _Property("memory_gib", "GiB"),
+    "memory_tb_s": _Property("memory_bandwidth", "TB/s", 1e12),
+    "link_gb_s": _Property("link_bandwidth", "GB/s links", 1e9),
+    "bf16_tflops": _Property("bf16_flops", "TFLOP/s", 1e12),
+    "fp8_tflops": _Property("fp8_flops", "TFLOP/s in float8", 1e12),
+}
+
+
+def read_description(text: str) -> Device:
     """Parse a mapping that describes a device.  Raises UserError if `text` is not a valid description."""
     description = parse_text("device", text, dict)
     if not isinstance(description, Mapping) or not isinstance(description.get("like"), str):
@@ -274,40 +308,20 @@ def read_description(text: str) -> CustomDevice:
     if sheet is None:
         raise choice_error("device.like", description["like"], [device.name for device in DEVICES])
     values = {key: _parse_number(key, value) for key, value in description.items() if key != "like"}
-    power_w = values.pop("power_w", sheet.power_w)
-    static_w = _STATIC_POWER * sheet.power_w
-    if not static_w < power_w <= sheet.power_w:
-        rule = f"{sheet.name} takes up to {sheet.power_w:g} W, {static_w:g} of them for its memory"
-        raise setting_error("device.power_w", power_w, rule, proposal=f"{sheet.power_w:g}")
-    suffix = "".join(f", {description[key]:g} {_UNITS[key]}" for key in description if key != "like")
-    changes: dict[str, Any] = {_FIELDS[key]: value * _UNIT_SCALES.get(key, 1.0) for key, value in values.items()}
-    custom = replace(sheet, name=f"{sheet.name}{suffix}", source=f"{sheet.source}, as described", **changes)
-    return CustomDevice(custom, (power_w - static_w) / (sheet.power_w - static_w))
-
-
-_FIELDS = {
-    "memory_gib": "memory_gib",
-    "memory_tb_s": "memory_bandwidth",
-    "link_gb_s": "link_bandwidth",
-    "bf16_tflops": "bf16_flops",
-    "fp8_tflops": "fp8_flops",
-}
-_UNIT_SCALES = {"memory_tb_s": 1e12, "link_gb_s": 1e9, "bf16_tflops": 1e12, "fp8_tflops": 1e12}
-_UNITS = {
-    "power_w": "W",
-    "memory_gib": "GiB",
-    "memory_tb_s": "TB/s",
-    "link_gb_s": "GB/s links",
-    "bf16_tflops": "TFLOP/s",
-    "fp8_tflops": "TFLOP/s in float8",
-}
+    if values.get("power_w", 0.0) > sheet.power_w:
+        rule = f"{sheet.name} takes up to {sheet.power_w:g} W"
+        raise setting_error("device.power_w", values["power_w"], rule, proposal=f"{sheet.power_w:g}")
+    changes: dict[str, Any] = {_PROPERTIES[key].field: value * _PROPERTIES[key].scale for key, value in values.items()}
+    suffix = "".join(f", {value:g} {_PROPERTIES[key].unit}" for key, value in values.items())
+    return replace(sheet, name=f"{sheet.name}{suffix}", source=f"{sheet.source}, as described", **changes)
 
 
 def _parse_number(key: Any, value: Any) -> float:
-    if key not in _UNITS:
-        best = nearest(key, _UNITS)
+    if key not in _PROPERTIES:
+        best = nearest(key, _PROPERTIES)
         meant = f"\n  did you mean device.{best}?" if best else ""
-        raise UserError(f"device.{key}={value}: there is no such property; choose from {', '.join(_UNITS)}{meant}")
+        known = ", ".join(_PROPERTIES)
+        raise UserError(f"device.{key}={value}: there is no such property; choose from {known}{meant}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise setting_error(f"device.{key}", value, f"must be a number above 0, in {_UNITS[key]}")
+        raise setting_error(f"device.{key}", value, f"must be a number above 0, in {_PROPERTIES[key].unit}")
     return float(value)
