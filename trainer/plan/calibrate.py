@@ -71,7 +71,8 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the time of one call in seconds, including its work on the device.
 
-    This is the median of five repetitions, each of which is the mean of up to 50 calls.
+    This is the least of five repetitions, since other work on the machine only ever slows them; each is the mean of up
+    to 50 calls.
     """
 
     def mean_s(num_calls: int) -> float:
@@ -84,7 +85,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
     mean_s(2)  # warm up
     num_calls = max(1, min(50, int(_BUDGET_S / 5 / max(mean_s(1), 1e-7))))
-    return statistics.median(mean_s(num_calls) for _ in range(5))
+    return min(mean_s(num_calls) for _ in range(5))
 
 
 def _synchronize(device: torch.device) -> None:

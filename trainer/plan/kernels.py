@@ -230,17 +230,19 @@ def fuse(operators: Sequence[Operator], live_after: Collection[int]) -> tuple[Co
 
     operators: in execution order.  live_after: the storages that are still alive after the last one.
     """
-    groups = _groups(operators)
-    work: Counter[Work] = Counter(operator.work for operator in operators if not operator.is_fused)
+    work = Counter[Work]()
     read_by: dict[int, set[int]] = defaultdict(set)
-    for number, operator in enumerate(operators):
-        for storage in operator.reads:
-            read_by[storage].add(groups[number])
-    written_by = {s: groups[number] for number, operator in enumerate(operators) for s in operator.writes}
+    written_by: dict[int, int] = {}
     members: dict[int, list[Operator]] = defaultdict(list)
-    for number, operator in enumerate(operators):
+    for group, operator in zip(_groups(operators), operators, strict=True):
+        for storage in operator.reads:
+            read_by[storage].add(group)
+        for storage in operator.writes:
+            written_by[storage] = group
         if operator.is_fused:
-            members[groups[number]].append(operator)
+            members[group].append(operator)
+        else:
+            work[operator.work] += 1
     not_materialized: set[int] = set()
     for group, fused in members.items():
         read, written = Counter[int](), Counter[int]()
