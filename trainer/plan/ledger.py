@@ -150,13 +150,17 @@ class Ledger:
         self.streams.wait_for_gather(part, num_bytes, is_forward)
 
     def scatter(self, axis: Axis, num_ranks: int, num_bytes: int, rearranged: int) -> None:
-        """Copy gradients into a buffer and reduce-scatter it, once the previous reduce-scatter is done.
+        """Copy gradients into a buffer and reduce-scatter it.
 
         rearranged: bytes that are copied twice, because their tensors are not divided along dimension 0.
         """
         if num_ranks > 1:
             self._count("reduce_scatter", axis, num_ranks, num_bytes)
         self.streams.scatter(axis, num_ranks, num_bytes, rearranged)
+
+    def wait_for_scatters(self) -> None:
+        """Wait until all reduce-scatters are done, so that their buffers can be used again."""
+        self.streams.wait_for_scatters()
 
     def average(self, num_ranks: int, num_bytes: int) -> None:
         """All-reduce the result of the last reduce-scatter over the ranks that hold the same shards."""
@@ -200,7 +204,6 @@ class Streams:
         self._gather_ends: dict[Hashable, float] = {}
         self._reload_ends: deque[float] = deque()
         self._last_copy_out_end: float | None = None
-        self._last_scatter_end: float | None = None
         self._segment_times: dict[int, tuple[float, float, int]] = {}
         self.total_s = 0.0
         self.compute_s = 0.0
@@ -217,7 +220,6 @@ class Streams:
 
     def finish(self) -> None:
         self._wait_until(max(self._scatters_end, self._all_reduces_end))
-        self._last_scatter_end = None
         self._last_copy_out_end = None
         self.total_s += self._repeats * (self._now - self._began)
 
@@ -264,15 +266,15 @@ class Streams:
             self._gathers_may_start = max(self._gathers_may_start, self._now)
 
     def scatter(self, axis: Axis, num_ranks: int, num_bytes: int, rearranged: int) -> None:
-        if self._last_scatter_end is not None:  # wait until its buffer is released
-            self._wait_until(self._last_scatter_end)
         self._copy(num_bytes + rearranged)
         self._scatters_end = max(self._scatters_end, self._now)
         if num_ranks > 1:
             seconds = self._rates.collective("reduce_scatter", self._layout, axis, num_ranks, num_bytes)
             self._scatters_end += seconds
             self._add_communication(seconds)
-        self._last_scatter_end = self._scatters_end
+
+    def wait_for_scatters(self) -> None:
+        self._wait_until(self._scatters_end)
 
     def average(self, num_ranks: int, num_bytes: int) -> None:
         seconds = self._rates.collective("all_reduce", self._layout, "replicate", num_ranks, num_bytes)

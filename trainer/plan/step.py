@@ -8,9 +8,9 @@ The rules, as torch documents them for `torch.distributed.fsdp.fully_shard` and 
 2. After it, they are freed (`reshard_after_forward=True`), kept (`False`), or divided among n ranks (an integer).
 3. Before its backward pass, they are gathered again where they are not there, and then the unit that ran before it is
    gathered ahead, or as many units as `prefetch_backward` says.
-4. After its backward pass, they are freed, and its gradients are copied into a buffer and reduce-scattered, one unit at
-   a time.  Ranks with equal shards then all-reduce them.  Before the last micro-batch, gradients are kept unsharded and
-   added up instead, or reduced without the all-reduce (`fsdp.accumulate=sharded`).
+4. After its backward pass, they are freed, and its gradients are copied into a buffer and reduce-scattered, once those
+   of the unit before have been.  Ranks with equal shards then all-reduce them.  Before the last micro-batch, gradients
+   are kept unsharded and added up instead, or reduced without the all-reduce (`fsdp.accumulate=sharded`).
 5. Units whose inputs need no gradient, such as the embedding and the root, do so when the backward pass has ended.
 
 `Step` follows them through a `Trace`, without process groups, tensors or devices, and tells a `Ledger` what happens.
@@ -370,6 +370,8 @@ class Step:
             part.has_gradient_shards = True
 
     def _finish_reductions(self) -> None:
+        """Wait for the reductions of the unit before, and free their buffers."""
+        self.ledger.wait_for_scatters()
         self.ledger.free("reduction buffers", self._reducing)
         self._reducing = 0
 
