@@ -79,7 +79,7 @@ def memory_curve(trace: Trace, layout: Layout, num_micro_batches: int, rates: Ra
 def _ledger_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates, with_curve: bool = False) -> Ledger:
     ledger = Ledger(trace, layout, rates, at_rest(trace, layout), with_curve)
     Step(trace, layout, num_micro_batches, ledger).run()
-    ledger.update(layout.muon.peak_bytes if layout.muon is not None else 0)
+    ledger.update(max((update.peak_bytes for update in layout.muon), default=0))
     return ledger
 
 
@@ -111,8 +111,8 @@ def _collectives_of_update(trace: Trace, layout: Layout) -> Counter[Collective]:
         counts.update(Collective("all_reduce", "world", layout.num_ranks, size) for size in sizes if size)
     if layout.shard > 1:
         counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
-    if layout.muon is not None:
-        counts.update(layout.muon.collectives)
+    for update in layout.muon:
+        counts.update(update.collectives)
     return counts
 
 
@@ -153,6 +153,4 @@ def _optimizer_s(trace: Trace, layout: Layout, rates: Rates) -> float:
         seconds += numel * (3 * p.element_size + 2 * p.num_moments * p.moment_size) / rates.optimizer
         if layout.has_average:
             seconds += numel * (p.element_size + 2 * EMA_ELEMENT_SIZE) / rates.memory
-    if layout.muon is not None:
-        seconds += layout.muon.seconds(layout, rates)
-    return seconds
+    return seconds + sum(update.seconds(layout, rates) for update in layout.muon)

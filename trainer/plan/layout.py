@@ -65,8 +65,8 @@ class Layout:
     """Number of ranks in the shard axis among which the experts are divided."""
     reshard_after_backward: bool = True
     """Whether every micro-batch gathers again; after the last one of a step, only shards remain in any case."""
-    muon: MuonUpdate | None = None
-    """The update of the matrices that Muon trains."""
+    muon: tuple[MuonUpdate, ...] = ()
+    """The updates of the matrices that Muon trains, one for each mesh on which there are some."""
     is_unsharded: bool = False
     """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""
@@ -104,7 +104,10 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length:
         for unit, after_forward in zip(trace.units, (*reshard, True), strict=True)
         for parameter in unit.parameters
     }
-    muon_parameters = [p for unit in trace.units for p in unit.parameters if p.muon_blocks is not None and p.is_trained]
+    muon_parameters: dict[int, list[ParameterInfo]] = {}  # by the number of copies, which are on meshes of their own
+    for parameter in (parameter for unit in trace.units for parameter in unit.parameters):
+        if parameter.muon_blocks is not None and parameter.is_trained:
+            muon_parameters.setdefault(divisions[parameter.name].copies, []).append(parameter)
     return Layout(
         mesh.replicate,
         mesh.shard,
@@ -123,9 +126,10 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length:
         reshard_after_backward=fsdp.reshard_after_backward,
         is_unsharded=is_unsharded(config, mesh.shard),
         divisions=divisions,
-        muon=MuonUpdate(muon_parameters, divisions, mesh.replicate, mesh.shard, config.optim.muon)
-        if muon_parameters
-        else None,
+        muon=tuple(
+            MuonUpdate(parameters, divisions, mesh.replicate * copies, mesh.shard // copies, config.optim.muon)
+            for copies, parameters in muon_parameters.items()
+        ),
     )
 
 
