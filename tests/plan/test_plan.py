@@ -85,6 +85,10 @@ ODD = ["model.name=tests.helpers.custom_recipes:mlp", "model.width=1030", "model
 """Odd shapes and two kinds of block, which the planner has no special case for."""
 WAYWARD = ["model.name=tests.helpers.custom_recipes:wayward", "data.seq_len=65"]
 """Blocks that only look equal. Parameters without a gradient are neither reduced nor kept by the optimizer."""
+NORMUON = ["optim.name=muon", "optim.muon.variant=normuon"]
+FEW_TOKENS = ["data.seq_len=64", "train.global_batch_size=8"]
+FEW_EXPERTS = ["model.num_experts=4", "model.num_chosen=2", "model.num_layers=2"]
+"""With more shards, there are copies."""
 PACKED = [*SHALLOW, "lora.rank=16", "lora.base_dtype=nf4"]
 
 
@@ -108,6 +112,8 @@ PACKED = [*SHALLOW, "lora.rank=16", "lora.base_dtype=nf4"]
             ("llama_small", ["fsdp.wrap=size:50000", FULL], (1, 4), 1),
             ("llama_small", [*SMALL, "train.activation_checkpoint=budget:0.1"], (1, 4), 2),
             ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6"], (2, 4), 2),
+            ("qwen3_moe_small", [*FEW_EXPERTS, *FEW_TOKENS, "fsdp.accumulate=sharded"], (2, 8), 3),
+            ("qwen3_moe_small", [*FEW_EXPERTS, *FEW_TOKENS, *BF16], (1, 8), 2),
             ("llama3_1b", [*PACKED, FULL], (1, 8), 2),
             ("llama3_1b", [*PACKED, NEVER], (2, 4), 1),
             *(
@@ -175,7 +181,6 @@ def test_more_micro_batches_need_no_more_activations() -> None:
     assert snapshots[0].by_kind == snapshots[1].by_kind
 
 
-FEW_TOKENS = ["data.seq_len=64", "train.global_batch_size=8"]
 GATHERED_EXPERTS = ["mesh.expert=2", "mesh.expert_method=gather", "model.balance_shares=exact"]
 GATHERED_EXPERTS += ["model.balance=0.1", "model.num_layers=8", "model.num_dense_layers=2"]
 """The first two blocks have none, so that no other may be planned like them. Exact shares take a forward pass more."""
@@ -201,10 +206,16 @@ GATHERED_EXPERTS += ["model.balance=0.1", "model.num_layers=8", "model.num_dense
                 ["mesh.replicate=2", "mesh.shard=2", "fsdp.accumulate=sharded", "train.global_batch_size=24"],
             ),
             ("llama_small", 4, ["mesh.shard=4", "mesh.context=2", "mesh.context_method=heads"]),
+            ("qwen3_moe_small", 8, ["mesh.shard=8", *FEW_EXPERTS, "data.seq_len=64", "train.global_batch_size=32"]),
+            (
+                "qwen3_moe_small",
+                8,
+                ["mesh.shard=8", *FEW_EXPERTS, "data.seq_len=64", "train.global_batch_size=16", *NORMUON],
+            ),
             (
                 "llama_small",
                 3,
-                ["mesh.shard=3", "train.global_batch_size=6", "optim.name=muon", "optim.muon.variant=normuon"],
+                ["mesh.shard=3", "train.global_batch_size=6", *NORMUON],
             ),
         ),
     ],
@@ -223,6 +234,15 @@ def test_memory_and_collectives_of_a_real_run_are_as_planned(
     assert min(abs(ratio - 1) for ratio in ratios) < 0.03, ratios
     assert collectives == as_logged(plan.collectives)
     assert "optim.name=muon" in overrides or all(counts == collectives for _, counts in found)
+
+
+def test_copies_of_experts_take_as_long_as_replicas() -> None:
+    """Gradients of experts and of other parameters are reduced apart, but neither reduction waits for the other."""
+    times = []
+    for shape in (MeshShape(1, 256), MeshShape(2, 128)):
+        config = config_of("qwen3_30b_a3b", "model.num_layers=4", "train.micro_batch_size=2", shape=shape)
+        times.append(make_plan(config, shape, find_machine("h100")).time.total_s)
+    assert times[0] == pytest.approx(times[1], rel=0.01)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 5])

@@ -113,7 +113,7 @@ def _verdict(plan: Plan, fastest_s: float) -> str:
     if not plan.fits:
         return "does not fit"
     slower = plan.time.total_s / fastest_s - 1
-    return f"{100 * slower:.2g}% slower" if slower > TIME_TOLERANCE else "as fast"
+    return f"{100 * slower:.1f}% slower" if slower > TIME_TOLERANCE else "as fast"
 
 
 def _heading(plan: Plan) -> list[str]:
