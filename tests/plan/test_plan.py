@@ -112,6 +112,12 @@ PACKED = [*SHALLOW, "lora.rank=16", "lora.base_dtype=nf4"]
             ("llama_small", ["fsdp.wrap=size:50000", FULL], (1, 4), 1),
             ("llama_small", [*SMALL, "train.activation_checkpoint=budget:0.1"], (1, 4), 2),
             ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6"], (2, 4), 2),
+            (
+                "llama3_8b",
+                [*SHALLOW, "model.vocab_size=256", "data.seq_len=2048", "fsdp.wrap=size:20_000_000", FULL],
+                (1, 8),
+                2,
+            ),
             ("qwen3_moe_small", [*FEW_EXPERTS, *FEW_TOKENS, "fsdp.accumulate=sharded"], (2, 8), 3),
             ("qwen3_moe_small", [*FEW_EXPERTS, *FEW_TOKENS, *BF16], (1, 8), 2),
             ("llama3_1b", [*PACKED, FULL], (1, 8), 2),
@@ -281,6 +287,14 @@ def test_run_resolves_auto_and_compares_itself_with_the_plan(tmp_path: Path) -> 
     end = lines(tmp_path)[-1]
     assert end["planned_peak_gib"] > 0
     assert end["peak_memory_gib"] > 0
+
+
+def test_auto_compares_every_kind_of_recomputation() -> None:
+    """Compiled blocks need more memory with `selective`, which then saves as much as `none`, than with every second."""
+    plan = planned("recipe=llama3_8b", "ranks=64", "device=h100", "memory_gib=34", "train.activation_checkpoint=auto")
+    others = {other["value"]: other["fits"] for other in plan["auto"]["alternatives"]["train.activation_checkpoint"]}
+    assert plan["settings"]["train.activation_checkpoint"] == 4
+    assert others == {2: True, "full": True, "selective": False, "none": False}
 
 
 @pytest.mark.campaign

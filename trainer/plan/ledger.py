@@ -162,10 +162,10 @@ class Ledger:
         """Wait until all reduce-scatters are done, so that their buffers can be used again."""
         self.streams.wait_for_scatters()
 
-    def average(self, num_ranks: int, num_bytes: int) -> None:
+    def average(self, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         """All-reduce the result of the last reduce-scatter over the ranks that hold the same shards."""
-        self._count("all_reduce", "replicate", num_ranks, num_bytes)
-        self.streams.average(num_ranks, num_bytes)
+        self._count("all_reduce", axis, num_ranks, num_bytes)
+        self.streams.average(axis, num_ranks, num_bytes)
 
     def offload(self, num_bytes: int) -> None:
         """Wait for the previous block's copies to host memory, then start this block's."""
@@ -217,6 +217,7 @@ class Streams:
     def begin(self, repeats: int) -> None:
         self._repeats = repeats
         self._began = self._now
+        self._gathers_may_start = max(self._gathers_may_start, self._now)  # the root's forward pass waits
 
     def finish(self) -> None:
         self._wait_until(max(self._scatters_end, self._all_reduces_end))
@@ -276,8 +277,8 @@ class Streams:
     def wait_for_scatters(self) -> None:
         self._wait_until(self._scatters_end)
 
-    def average(self, num_ranks: int, num_bytes: int) -> None:
-        seconds = self._rates.collective("all_reduce", self._layout, "replicate", num_ranks, num_bytes)
+    def average(self, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+        seconds = self._rates.collective("all_reduce", self._layout, axis, num_ranks, num_bytes)
         self._all_reduces_end = max(self._all_reduces_end, self._scatters_end) + seconds
         self._add_communication(seconds)
 

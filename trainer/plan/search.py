@@ -153,11 +153,11 @@ class _Search:
         """Return the plans that were tried: of those that do not fit, only some."""
         tried: list[Plan] = []
         for size in self._micro_batch_sizes():
-            for policy in self._policies():
-                found = self._with_offloading(size, policy)
-                tried += found
-                if not any(plan.fits for plan in found):  # nor would one with a later policy
-                    break
+            found = [plan for policy in self._policies() for plan in self._with_offloading(size, policy)]
+            is_too_large = any(plan.fits for plan in tried) and not any(plan.fits for plan in found)
+            tried += found
+            if is_too_large:  # as would be the sizes after it
+                break
         return tried
 
     def _micro_batch_sizes(self) -> list[int]:
@@ -168,11 +168,8 @@ class _Search:
         return [size for size in range(1, rank_batch_size + 1) if rank_batch_size % size == 0]
 
     def _policies(self) -> list[int | str]:
-        """Return the values of `train.activation_checkpoint` to try, the one that needs the least memory first."""
         setting = self._config.train.activation_checkpoint
-        if setting != AUTO:
-            return [setting]
-        return sorted(checkpointing_choices(self._config), key=("full", "selective", 2, 4, "none").index)
+        return [setting] if setting != AUTO else checkpointing_choices(self._config)
 
     def _fractions(self) -> list[float | Literal["none", "auto"]]:
         """Return the values of `train.offload_activations` to try, the one that needs the least memory first."""

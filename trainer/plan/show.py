@@ -223,6 +223,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
         "model": plan.config.model.name,
         "parameters": plan.num_parameters,
         "units": plan.trace.root,
+        "parameters_by_unit": {unit.name: unit.numel for unit in plan.trace.units},
         "mesh": {
             "replicate": plan.mesh.replicate,
             "shard": plan.mesh.shard,
@@ -236,6 +237,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
         "is_measured": plan.machine.is_measured,
         "source": plan.machine.source,
         "settings": chosen_settings(plan.config),
+        "accumulate": plan.config.fsdp.accumulate,
         "fits": plan.fits,
         "memory": {
             "peak_bytes": plan.memory.peak.total,

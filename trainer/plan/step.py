@@ -41,6 +41,7 @@ class Part:
         self.num_ranks = division.parts
         self.num_copies = layout.num_ranks // (division.parts * division.expert)
         """Number of ranks that hold the same shards: the replicas, or more."""
+        self.copy_axis: Axis = "replicate" if self.num_copies == layout.replicate else "copy"
         self.reshard = reshard
         self.is_read_in_backward = not (info.is_embedding_unit and layout.reshard_after_backward)
         self._measure(parameters, layout)
@@ -48,31 +49,31 @@ class Part:
         self.is_pending = False
         """Whether a gather has been issued that nothing has waited for yet."""
         self.is_gathered = False
-        self.kept = 0
+        self.kept_bytes = 0
         """Size of the shards that stay after the forward pass, with an integer `reshard_after_forward`."""
         self.is_done = False
         """Whether this micro-batch's gradients have been reduced or accumulated."""
-        self.accumulated = 0
+        self.accumulated_bytes = 0
         """Size of the unsharded gradients of earlier micro-batches."""
-        self.delayed = 0
+        self.delayed_bytes = 0
         """Size of a reduced buffer that waits for its all-reduce."""
         self.has_gradient_shards = False
 
     def _measure(self, parameters: Sequence[ParameterInfo], layout: Layout) -> None:
         """Compute the sizes, with the padding to shards of equal size."""
-        self.gathered = 0
-        self.cast = 0
-        """Of `gathered`, what is stored in another dtype."""
-        self.largest_cast = 0
-        self.rearranged = 0
-        """Of `gathered`, what is not divided along dimension 0, and is copied once more."""
+        self.gathered_bytes = 0
+        self.cast_bytes = 0
+        """Of `gathered_bytes`, what is stored in another dtype."""
+        self.largest_cast_bytes = 0
+        self.rearranged_bytes = 0
+        """Of `gathered_bytes`, what is not divided along dimension 0, and is copied once more."""
         self.gradients = 0
         """The trained parameters' gradients, as autograd creates them."""
         self.each_accumulated: list[int] = []
         """Each of these gradients in the dtype of the reduction."""
         self.rearranged_gradients = 0
         self.largest_rearranged_gradient = 0
-        self.reduced = 0
+        self.buffer_bytes = 0
         """The buffer of gradients that is reduced."""
         self.gradient_shards = 0
         """This rank's gradients after the reduction, as they are stored."""
@@ -80,12 +81,12 @@ class Part:
             division = layout.division(parameter)
             padded = division.gathered_numel(parameter.shape)
             element_size = parameter.gathered_element_size(layout.param_size)
-            self.gathered += padded * element_size
+            self.gathered_bytes += padded * element_size
             if parameter.element_size != element_size:
-                self.cast += padded * element_size
-                self.largest_cast = max(self.largest_cast, padded * element_size)
+                self.cast_bytes += padded * element_size
+                self.largest_cast_bytes = max(self.largest_cast_bytes, padded * element_size)
             if division.dim:
-                self.rearranged += padded * element_size
+                self.rearranged_bytes += padded * element_size
             if parameter.is_trained:
                 numel = parameter.numel // division.expert
                 self.gradients += numel * layout.param_size
@@ -93,7 +94,7 @@ class Part:
                 if division.dim:
                     self.rearranged_gradients += numel * layout.param_size
                     self.largest_rearranged_gradient = max(self.largest_rearranged_gradient, numel * layout.param_size)
-                self.reduced += padded * layout.reduce_size
+                self.buffer_bytes += padded * layout.reduce_size
                 self.gradient_shards += padded // self.num_ranks * parameter.element_size
 
 
@@ -169,7 +170,7 @@ class Step:
 
     def _run_micro_batch(self, is_last: bool, repeats: int) -> None:
         self.ledger.begin(repeats)
-        accumulates = any(part.accumulated for parts in self._parts for part in parts)
+        accumulates = any(part.accumulated_bytes for parts in self._parts for part in parts)
         has_same_dtype = self.layout.is_unsharded or self.layout.param_size == self.layout.reduce_size
         self._adds_in_place = accumulates and has_same_dtype
         is_backward = False
@@ -186,7 +187,9 @@ class Step:
             case "pre_forward":
                 self._pre_forward(event.unit)
             case "post_forward":
-                if not is_backward:  # a recomputed unit stays gathered
+                if is_backward:  # a recomputed unit stays gathered
+                    self._free_gather_buffer()
+                else:
                     self._post_forward(event.unit)
             case "pre_backward":
                 self._pre_backward(event.unit)
@@ -216,14 +219,13 @@ class Step:
             if part.reshard:
                 self._release(part)
             if not isinstance(part.reshard, bool):
-                part.kept = part.gathered // part.reshard
-                self.ledger.allocate("parameters", part.kept)
+                part.kept_bytes = part.gathered_bytes // part.reshard
+                self.ledger.allocate("parameters", part.kept_bytes)
         if self._parts[unit]:
             self._positions.setdefault(unit, []).append(len(self._order))
             self._order.append(unit)
         if unit == self.trace.root:
-            self.ledger.free("all-gather buffers", self._gather_buffer)
-            self._gather_buffer = 0
+            self._free_gather_buffer()
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
@@ -232,15 +234,15 @@ class Step:
         if part.is_gathered or part.is_pending or self.layout.is_unsharded:
             return
         part.is_pending = True
-        axis: Axis = "reshard" if part.kept else part.axis
-        num_ranks = int(part.reshard) if part.kept else part.num_ranks
+        axis: Axis = "reshard" if part.kept_bytes else part.axis
+        num_ranks = int(part.reshard) if part.kept_bytes else part.num_ranks
         if num_ranks == 1:
             return
         # Shards in another dtype, or in host memory, are copied on their way into the buffer.
-        copied = (part.gathered if self.layout.cpu_offload else part.cast) // num_ranks
-        self.ledger.allocate("all-gather buffers", part.gathered + copied)
+        copied = (part.gathered_bytes if self.layout.cpu_offload else part.cast_bytes) // num_ranks
+        self.ledger.allocate("all-gather buffers", part.gathered_bytes + copied)
         self.ledger.free("all-gather buffers", copied)
-        self.ledger.gather(part, axis, num_ranks, part.gathered)
+        self.ledger.gather(part, axis, num_ranks, part.gathered_bytes)
 
     def _wait(self, part: Part, is_forward: bool) -> None:
         """Wait for a gather that has been issued, and copy the parameters out of its buffer."""
@@ -249,25 +251,29 @@ class Step:
         part.is_pending = False
         part.is_gathered = True
         is_copied = part.num_ranks > 1
-        buffer = part.gathered if is_copied else 0
-        self.ledger.allocate("unsharded parameters", part.gathered)
-        self.ledger.use("all-gather buffers", part.rearranged if is_copied else part.largest_cast)
-        self.ledger.wait_for_gather(part, part.gathered + part.rearranged if is_copied else 0, is_forward)
-        self.ledger.free("parameters", part.kept)
-        part.kept = 0
+        buffer = part.gathered_bytes if is_copied else 0
+        self.ledger.allocate("unsharded parameters", part.gathered_bytes)
+        self.ledger.use("all-gather buffers", part.rearranged_bytes if is_copied else part.largest_cast_bytes)
+        self.ledger.wait_for_gather(part, part.gathered_bytes + part.rearranged_bytes if is_copied else 0, is_forward)
+        self.ledger.free("parameters", part.kept_bytes)
+        part.kept_bytes = 0
         if is_forward:  # the copy runs on another stream, so the buffer stays until the next one
-            self.ledger.free("all-gather buffers", self._gather_buffer)
+            self._free_gather_buffer()
             self._gather_buffer = buffer
         else:
             self.ledger.free("all-gather buffers", buffer)
 
+    def _free_gather_buffer(self) -> None:
+        self.ledger.free("all-gather buffers", self._gather_buffer)
+        self._gather_buffer = 0
+
     def _release(self, part: Part) -> None:
         """Free what is gathered, but for this rank's shard."""
         if part.is_gathered:
-            self.ledger.free("unsharded parameters", part.gathered)
-        self.ledger.free("parameters", part.kept)
+            self.ledger.free("unsharded parameters", part.gathered_bytes)
+        self.ledger.free("parameters", part.kept_bytes)
         part.is_gathered = False
-        part.kept = 0
+        part.kept_bytes = 0
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -303,14 +309,15 @@ class Step:
             self._finish_reductions()
         for part in parts:
             part.is_done = True
+            # Less than all of them if the unit did not run, or autograd has added to tensors of earlier micro-batches.
             new = 0 if self._adds_in_place else min(part.gradients, self._gradients)
             if layout.is_unsharded:
                 self._keep_as_gradients(part, new)
                 continue
             if is_last or layout.reshard_after_backward:
                 self._release(part)
-            if part.accumulated and new:  # added to what is there
-                self._allocate_gradients(-new)
+            if part.accumulated_bytes and new:  # added to what is there
+                self._free_gradients(new)
                 new = 0
             if reduces:
                 self._reduce(part, new, is_last)
@@ -321,50 +328,51 @@ class Step:
 
     def _keep_as_gradients(self, part: Part, new: int) -> None:
         """Leave gradients of an unsharded model where autograd has allocated them, as the parameters' `.grad`."""
-        self._allocate_gradients(-new)
+        self._free_gradients(new)
         self.ledger.allocate("gradients", new)
-        part.accumulated = part.accumulated or new
+        part.accumulated_bytes = part.accumulated_bytes or new
 
     def _accumulate(self, part: Part, new: int) -> None:
         """Keep unsharded gradients for the next micro-batch, in the dtype of the reduction."""
         if self.layout.param_size == self.layout.reduce_size:
             self._gradients -= new  # autograd's own tensors stay
-            part.accumulated = new
+            part.accumulated_bytes = new
             return
         for num_bytes in part.each_accumulated:
             self.ledger.allocate("unsharded gradients", num_bytes)
-            self._allocate_gradients(-num_bytes * self.layout.param_size // self.layout.reduce_size)
-        part.accumulated = sum(part.each_accumulated)
+            self._free_gradients(num_bytes * self.layout.param_size // self.layout.reduce_size)
+        part.accumulated_bytes = sum(part.each_accumulated)
 
     def _reduce(self, part: Part, new: int, is_last: bool) -> None:
         """Copy a part's gradients into a buffer, reduce it, and add the result to this rank's gradients."""
         layout, ledger = self.layout, self.ledger
-        if not new and not part.accumulated:
+        if not new and not part.accumulated_bytes:
             return
         # What is not divided along dimension 0 is concatenated shard by shard first, one tensor after another.
-        size = layout.reduce_size if part.accumulated else layout.param_size
+        size = layout.reduce_size if part.accumulated_bytes else layout.param_size
         ledger.use("unsharded gradients", part.largest_rearranged_gradient * size // layout.param_size)
-        ledger.allocate("reduction buffers", part.reduced)
-        self._reducing += part.reduced
-        self._allocate_gradients(-new)
-        ledger.free("unsharded gradients", part.accumulated)
-        part.accumulated = 0
+        ledger.allocate("reduction buffers", part.buffer_bytes)
+        self._reducing += part.buffer_bytes
+        self._free_gradients(new)
+        ledger.free("unsharded gradients", part.accumulated_bytes)
+        part.accumulated_bytes = 0
 
-        scattered = part.reduced // part.num_ranks
+        scattered = part.buffer_bytes // part.num_ranks
         rearranged = part.rearranged_gradients * size // layout.param_size
-        ledger.scatter(part.axis, part.num_ranks, part.reduced, rearranged)
+        ledger.scatter(part.axis, part.num_ranks, part.buffer_bytes, rearranged)
         if is_last and part.num_copies > 1:
-            ledger.average(part.num_copies, scattered)
+            ledger.average(part.copy_axis, part.num_copies, scattered)
         ledger.allocate("reduction buffers", scattered)
         shards = 0 if layout.cpu_offload else part.gradient_shards
         is_cast = scattered != part.gradient_shards
         if is_cast:
             ledger.use("reduction buffers", shards)
-        # The result is in use until its all-reduce is done, which the last micro-batch issues.
-        is_delayed = part.num_copies > 1 and (not is_last or (is_cast and not layout.cpu_offload))
-        ledger.free("reduction buffers", part.delayed)
-        part.delayed = scattered if is_delayed else 0
-        ledger.free("reduction buffers", scattered - part.delayed)
+        # If its dtype and device are those of the gradients, it becomes them.  Otherwise FSDP keeps it until the end of
+        # the backward pass in which it is all-reduced.
+        is_delayed = part.num_copies > 1 and (not is_last or is_cast or layout.cpu_offload)
+        ledger.free("reduction buffers", part.delayed_bytes)
+        part.delayed_bytes = scattered if is_delayed else 0
+        ledger.free("reduction buffers", scattered - part.delayed_bytes)
         if not part.has_gradient_shards and (is_last or part.num_copies == 1):
             ledger.allocate("gradients", shards)
             part.has_gradient_shards = True
@@ -383,19 +391,22 @@ class Step:
                 part.is_done = False
                 if part.is_pending:  # gathered ahead, but not needed
                     part.is_pending = False
-                    self.ledger.free("all-gather buffers", part.gathered)
+                    self.ledger.free("all-gather buffers", part.gathered_bytes if part.num_ranks > 1 else 0)
                 if is_last:
-                    self.ledger.free("reduction buffers", part.delayed)
-                    part.delayed = 0
+                    self.ledger.free("reduction buffers", part.delayed_bytes)
+                    part.delayed_bytes = 0
         self._order.clear()
         self._positions.clear()
         self._finish_reductions()
         self.ledger.finish()
 
     def _allocate_gradients(self, num_bytes: int) -> None:
-        """Allocate unsharded gradients, or free them if `num_bytes` is negative."""
         self._gradients += num_bytes
         self.ledger.allocate("unsharded gradients", num_bytes)
+
+    def _free_gradients(self, num_bytes: int) -> None:
+        self._gradients -= num_bytes
+        self.ledger.free("unsharded gradients", num_bytes)
 
     # -- replicas of an unsharded model ------------------------------------------------------------------------------
 
@@ -420,5 +431,5 @@ class Step:
             bucket = self._buckets.popleft()
             self.ledger.allocate("gradients", bucket.buffer)
             self.ledger.scatter("shard", 1, bucket.buffer, 0)
-            self.ledger.average(self.layout.replicate, bucket.buffer)
+            self.ledger.average("replicate", self.layout.replicate, bucket.buffer)
             self.ledger.free("gradients", bucket.gradients)
