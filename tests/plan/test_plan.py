@@ -294,7 +294,7 @@ def test_auto_compares_every_kind_of_recomputation() -> None:
     plan = planned("recipe=llama3_8b", "ranks=64", "device=h100", "memory_gib=34", "train.activation_checkpoint=auto")
     others = {other["value"]: other["fits"] for other in plan["auto"]["alternatives"]["train.activation_checkpoint"]}
     assert plan["settings"]["train.activation_checkpoint"] == 4
-    assert others == {2: True, "full": True, "selective": False, "none": False}
+    assert others == {2: True, "full": True, "selective": False, "none": False}  # 4 fits, so `none` is tried
 
 
 @pytest.mark.campaign

@@ -153,7 +153,7 @@ class _Search:
         """Return the plans that were tried: of those that do not fit, only some."""
         tried: list[Plan] = []
         for size in self._micro_batch_sizes():
-            found = [plan for policy in self._policies() for plan in self._with_offloading(size, policy)]
+            found = self._with_recomputation(size)
             is_too_large = any(plan.fits for plan in tried) and not any(plan.fits for plan in found)
             tried += found
             if is_too_large:  # as would be the sizes after it
@@ -167,9 +167,21 @@ class _Search:
         rank_batch_size = train.global_batch_size // self._config.num_groups(self._mesh.num_ranks)
         return [size for size in range(1, rank_batch_size + 1) if rank_batch_size % size == 0]
 
-    def _policies(self) -> list[int | str]:
+    def _with_recomputation(self, size: int) -> list[Plan]:
         setting = self._config.train.activation_checkpoint
-        return [setting] if setting != AUTO else checkpointing_choices(self._config)
+        if setting != AUTO:
+            return self._with_offloading(size, setting)
+        tried: list[Plan] = []
+        choices = checkpointing_choices(self._config)
+        for policy in (policy for policy in ("full", 2, 4, "none") if policy in choices):
+            found = self._with_offloading(size, policy)
+            tried += found
+            if not any(plan.fits for plan in found):  # nor would one that recomputes fewer blocks
+                break
+        # This may need more or less memory than recomputing some blocks fully.
+        if "selective" in choices and any(plan.fits for plan in tried):
+            tried += self._with_offloading(size, "selective")
+        return tried
 
     def _fractions(self) -> list[float | Literal["none", "auto"]]:
         """Return the values of `train.offload_activations` to try, the one that needs the least memory first."""
