@@ -45,7 +45,7 @@ from trainer.metrics.record import read_records
 from trainer.model_spec import WeightSource
 from trainer.registry import add_working_directory_to_sys_path
 from trainer.weights.adapters import BASE, export_adapter
-from trainer.weights.exporting import MAX_FILE_BYTES, cast_weight, export
+from trainer.weights.exporting import MAX_FILE_BYTES, cast_weight, export, writing_safetensors
 from trainer.weights.loading import build_meta_model, load_unsharded, with_merged_adapters
 from trainer.weights.model_card import CARD_FILE, model_card
 from trainer.weights.model_files import (
@@ -190,7 +190,8 @@ def _write_state_dict(model: torch.nn.Module, path: Path) -> None:
             if path.suffix == ".pt":
                 torch.save(model.state_dict(), partial)
             else:
-                safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # stores tied weights once
+                with writing_safetensors(partial):
+                    safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # tied weights once
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

@@ -226,8 +226,10 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m trainer.generate", description=__doc__)
     parser.add_argument("path", help="a run folder (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--prompt", metavar="TEXT", help="text for the model to continue")
-    text.add_argument("--chat", metavar="TEXT", help="user message to answer, using the tokenizer's chat template")
+    text.add_argument("--prompt", metavar="TEXT", type=_utf8, help="text for the model to continue")
+    text.add_argument(
+        "--chat", metavar="TEXT", type=_utf8, help="user message to answer, using the tokenizer's chat template"
+    )
     text.add_argument(
         "--prompts",
         metavar="FILE",
@@ -257,6 +259,15 @@ def _parser() -> CommandParser:
     )
     parser.add_allow_import()
     return parser
+
+
+def _utf8(text: str) -> str:
+    """Return an argument that must be text: Python passes on bytes that are not UTF-8 as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be text in UTF-8") from error
+    return text
 
 
 def _explaining_memory(options: argparse.Namespace) -> int:

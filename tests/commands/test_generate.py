@@ -390,6 +390,11 @@ def test_logits_that_overflow_end_the_command_with_1(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
+def test_prompt_that_is_not_text(folder: Path) -> None:
+    """Bytes that are not UTF-8 reach a Python program as lone surrogates."""
+    assert "must be text in UTF-8" in refused(folder, "--prompt", "\udcff")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

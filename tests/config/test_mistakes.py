@@ -95,6 +95,7 @@ fsdp.param_dtype=bf16
 fsdp.reshard_after_forward=true
 fsdp.wrap=blocks
 fsdp.wrap=size:big
+fsdp.wrap=size:1e5
 train.activation_checkpoint=budget:2
 train.micro_batch_size=all
 mesh.shard=nod

@@ -178,7 +178,8 @@ def test_a_download_killed_in_its_middle_is_not_taken_for_complete(
     killed.kill()
     server.gate.set()
     assert same(opened(tmp_path / "cache", f"{server.url}/{name}"), opened(tmp_path / "here", folder / name))
-    assert not leftovers(tmp_path / "cache")
+    # It may have been about to remove the lock file of a download that was complete: nobody holds that lock.
+    assert not [left for left in leftovers(tmp_path / "cache") if not left.endswith(".lock")]
 
 
 @pytest.mark.campaign

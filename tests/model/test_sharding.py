@@ -667,6 +667,16 @@ def test_half_filled_tensor_is_an_error() -> None:
         fill(on_meta(lambda: Half(2, 2)))
 
 
+def test_tensor_filled_with_nan_is_an_error() -> None:
+    class NotANumber(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.weight, math.nan)
+            nn.init.zeros_(self.bias)
+
+    with pytest.raises(UserError, match=r"\bweight\b"):
+        fill(on_meta(lambda: NotANumber(2, 2)))
+
+
 def test_tensors_with_values_keep_them() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Parts(ALL))

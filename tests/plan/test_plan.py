@@ -454,6 +454,7 @@ def test_number_of_ranks_that_the_mesh_leaves_open(overrides: list[str], expecte
     [
         (["recipe=llama_small", "ranks=2", "device=h1000"], "device=h1000: "),
         (["recipe=llama_small", "ranks=0"], "ranks=0: "),
+        (["recipe=llama_small", f"ranks_per_node={10**20}"], f"ranks_per_node={10**20}: "),
         (["recipe=llama_small", "ranks=3"], "train.global_batch_size=8: "),
         (["recipe=llama_small", "--picture=a.gif"], "--picture=a.gif: "),
         (["recipe=llama_small", "ranks=8", "memory_gib=1"], "memory_gib=1.0: "),

@@ -70,6 +70,8 @@ def test_an_export_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = build(recipe, config)
     export_model(model, recipe, config, tmp_path, max_shard_bytes=40_000)
     assert_same_bits(load_weights(tmp_path), model)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len({*modes.values()}) == 1, f"whoever may read one file may read them all: {modes}"
     declared = load_config("llama_small", ["model.name=auto", f"model.path={tmp_path}"]).model
     assert declared == replace(config, name=recipe.name)
 

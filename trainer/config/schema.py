@@ -288,7 +288,7 @@ class FsdpSection:
     wrap: str = declare(
         "block",
         "FSDP units: block (those that the model spec lists), size:<parameters>, or package.module:function",
-        pattern=r"block|size:0*[1-9][\d_]*|[\w.]+:\w+",
+        pattern=r"block|size:0*[1-9][\d_]*|(?!size:)[\w.]+:\w+",
         form="block, size:<parameters>, or package.module:function",
         example="block",
     )

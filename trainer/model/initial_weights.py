@@ -361,6 +361,8 @@ class _Recording:
         are_numbers = all(isinstance(argument, (Number, type(None))) for argument in arguments)
         if operation.operator not in _DRAWS | _FILLS | _CHANGES or not are_numbers:
             return False
+        if any(argument != argument for argument in arguments):  # NaN marks what is not initialized
+            return False
         is_whole = operation.stop - operation.start == self.shape.numel()
         if is_whole and operation.operator in _DRAWS | _FILLS:
             self.operations.clear()  # whatever they did is overwritten

@@ -80,6 +80,8 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
 }
 """The planner's own settings that are numbers."""
 
+_MOST_RANKS_PER_NODE = 1024
+
 
 @dataclass
 class _Options:
@@ -226,6 +228,8 @@ def _parse_number(key: str, text: str, kind: type[int] | type[float]) -> float:
         value = 0
     if key == "imbalance" and value < 1:
         raise setting_error(key, text, "must be at least 1, since the busiest rank has at least the mean", 1)
+    if key == "ranks_per_node" and value > _MOST_RANKS_PER_NODE:
+        raise setting_error(key, text, f"must be at most {_MOST_RANKS_PER_NODE}", 8)
     if not 0 < value < float("inf"):
         rule = "must be a whole number above 0" if kind is int else "must be a number above 0"
         raise setting_error(

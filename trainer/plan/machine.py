@@ -299,7 +299,7 @@ def read_description(text: str) -> Device:
     values = {key: _parse_number(key, value) for key, value in description.items() if key != "like"}
     if values.get("power_w", 0.0) > sheet.power_w:
         rule = f"{sheet.name} takes up to {sheet.power_w:g} W"
-        raise setting_error("device.power_w", values["power_w"], rule, proposal=f"{sheet.power_w:g}")
+        raise setting_error("device.power_w", values["power_w"], rule, fix="leave it out for full power, or lower it")
     changes: dict[str, Any] = {_PROPERTIES[key].field: value * _PROPERTIES[key].scale for key, value in values.items()}
     suffix = "".join(f", {value:g} {_PROPERTIES[key].unit}" for key, value in values.items())
     return replace(sheet, name=f"{sheet.name}{suffix}", source=f"{sheet.source}, as described", **changes)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.config.model_folder import CONFIG_JSON, INDEX, WEIGHTS, fields_of, find_huggingface, free_fields
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, is_disk_full, setting_error
 from trainer.files import sync_folder, writing_to
 from trainer.model.head import is_score_name
 from trainer.model.network import HuggingFaceNames, replace_head
@@ -151,7 +151,8 @@ def write_folder(
             _sync_file(partial[name])
         for name, tensors in files.items():
             weights = {tensor: _read(source, tensor, dtypes[tensor]) for tensor in tensors}
-            save_file(weights, partial[name], {"format": "pt", **mark})
+            with writing_safetensors(partial[name]):
+                save_file(weights, partial[name], {"format": "pt", **mark})
             del weights  # before the next file's are read
             _sync_file(partial[name])
         old_files = [old_file for old_file in path.glob("**/*") if _is_export_file(str(old_file.relative_to(path)))]
@@ -167,6 +168,24 @@ def write_folder(
                 old_file.unlink()
         sync_folder(path)
     return [path / name for name in partial]
+
+
+@contextmanager
+def writing_safetensors(path: Path) -> Iterator[None]:
+    """Wrap a call of safetensors that writes the file `path`.
+
+    The file gets the permissions of any new file; safetensors alone lets nobody else read it.  Raises UserError if it
+    cannot be written, but leaves the error of a full disk as it is.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        yield
+    except SafetensorError as error:
+        if is_disk_full(error):
+            raise
+        raise setting_error("target", path, f"cannot be written ({error})", fix="give another path") from error
+    path.chmod(mode)
 
 
 def _sizes(source: WeightSource, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
