@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 pytest.importorskip("transformers", reason="three of the models are those of transformers")
 
 from tests.exactness import inputs
 from tests.exactness.table import FEATURES, ROWS, Row
 from tests.exactness.walk import Training, attempt, differences, on_each
+from tests.helpers.cases import needs_torch
 
 CHUNK = 6
 """Cases that share their ranks, one after another. Other workers train other chunks meanwhile."""
@@ -175,7 +174,7 @@ def _needs_torch(case: Case) -> pytest.MarkDecorator:
         needed = "2.12"
     if any(item.startswith("lora.base_dtype=") for item in overrides):
         needed = "2.13"
-    return pytest.mark.skipif(TorchVersion(torch.__version__) < needed, reason=f"needs torch {needed}")
+    return needs_torch(needed)
 
 
 CASES = [

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 
 def in_campaign(*cases: Any) -> list[Any]:
@@ -16,3 +18,8 @@ def in_campaign(*cases: Any) -> list[Any]:
 def campaign_except(names: Iterable[str], everyday: Collection[str]) -> list[Any]:
     """Return a case for each name; only the campaign runs those that are not in `everyday`."""
     return [name if name in everyday else pytest.param(name, marks=pytest.mark.campaign) for name in names]
+
+
+def needs_torch(version: str) -> pytest.MarkDecorator:
+    """Skip a test with an older torch, which the project refuses for what is tested."""
+    return pytest.mark.skipif(TorchVersion(torch.__version__) < version, reason=f"needs torch {version}")

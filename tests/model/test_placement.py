@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
+from tests.helpers.cases import needs_torch
 from tests.helpers.launch import on_ranks
 from tests.helpers.plan_truth import fake_model
 from trainer import Trainer, UserError, load_config
@@ -119,7 +119,7 @@ def parts_held(folder: Path, *overrides: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.campaign
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="needs torch 2.12")
+@needs_torch("2.12")
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
