@@ -165,7 +165,8 @@ def open_generator(
         tokenizer, template = settings_for_folder(folder)
         return TextGenerator(stored, device, tokenizer, template, _generation_settings(read_model_files(folder)))
     stored = open_model(location, allow_import, ema)
-    source, config = stored.stored, stored.config
+    source = stored.stored
+    config = stored.config
     assert source is not None
     assert config is not None
     if config.objective.outputs:

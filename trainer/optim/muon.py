@@ -442,7 +442,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.algorithm = "NorMuon" if variant == "normuon" else "Muon"
         self._normalizes_rows = variant == "normuon"
-        self._scale, self._dtype = scale, dtype
+        self._scale = scale
+        self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._blocks = dict(blocks or {})
         self._layouts: dict[tuple[int, ...], list[_Layout]] = {}

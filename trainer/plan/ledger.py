@@ -61,7 +61,9 @@ class Ledger:
         self, trace: Trace, layout: Layout, rates: Rates, at_rest: dict[Kind, int], with_curve: bool = False
     ) -> None:
         """`at_rest`: the bytes that are in memory before the step; `with_curve`: whether to record `curve`."""
-        self._trace, self._layout, self._rates = trace, layout, rates
+        self._trace = trace
+        self._layout = layout
+        self._rates = rates
         self.repeats = 1
         """The number of micro-batches that the current one stands for."""
         self.collectives: Counter[Collective] = Counter()
@@ -191,7 +193,8 @@ class Streams:
     """
 
     def __init__(self, layout: Layout, rates: Rates) -> None:
-        self._layout, self._rates = layout, rates
+        self._layout = layout
+        self._rates = rates
         self._repeats = 1
         self._began = 0.0
         self._now = 0.0

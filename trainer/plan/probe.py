@@ -130,7 +130,8 @@ class Probe:
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, offload_fraction: float, shortens: bool) -> Trace:
         """Return the trace of a micro-batch; `shortens`: whether to delete blocks from the model (`Shortening`)."""
-        config, is_gpu = self.config, self.device_type == "cuda"
+        config = self.config
+        is_gpu = self.device_type == "cuda"
         model = copy.deepcopy(self._model)
         units = find_units(model, config.spec, config.fsdp.wrap)
         blocks = find_blocks(model, config.spec)

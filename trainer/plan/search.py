@@ -147,7 +147,10 @@ class _Search:
     """The candidates for a configuration whose context and expert group sizes are fixed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> None:
-        self._config, self._mesh, self._machine, self._probe = config, mesh, machine, probe
+        self._config = config
+        self._mesh = mesh
+        self._machine = machine
+        self._probe = probe
 
     def candidates(self) -> list[Plan]:
         """Return the plans that were tried: of those that do not fit, only some."""
@@ -217,7 +220,8 @@ class _Search:
     @cached_property
     def _resharding_choices(self) -> list[UnitResharding]:
         """The alternatives to `never` for one unit: reshard fully after the forward pass, or to groups of n ranks."""
-        shard, node = self._mesh.shard, self._machine.rates.ranks_per_node
+        shard = self._mesh.shard
+        node = self._machine.rates.ranks_per_node
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
         return ["always", *sorted(sizes, reverse=True)]
 

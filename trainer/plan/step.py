@@ -124,7 +124,9 @@ class Step:
     """One step of `num_micro_batches` over `trace`; `run` tells the ledger what happens."""
 
     def __init__(self, trace: Trace, layout: Layout, num_micro_batches: int, ledger: Ledger) -> None:
-        self.trace, self.layout, self.ledger = trace, layout, ledger
+        self.trace = trace
+        self.layout = layout
+        self.ledger = ledger
         self.num_micro_batches = num_micro_batches
         self._parts = [
             [*_parts_of(info, reshard, layout)] for info, reshard in zip(trace.units, layout.reshard, strict=True)
@@ -345,7 +347,8 @@ class Step:
 
     def _reduce(self, part: Part, new: int, is_last: bool) -> None:
         """Copy a part's gradients into a buffer, reduce it, and add the result to this rank's gradients."""
-        layout, ledger = self.layout, self.ledger
+        layout = self.layout
+        ledger = self.ledger
         if not new and not part.accumulated_bytes:
             return
         # What is not divided along dimension 0 is concatenated shard by shard first, one tensor after another.

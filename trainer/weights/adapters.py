@@ -189,7 +189,8 @@ def find_adapter_parts(model: nn.Module, adapters: Collection[str]) -> dict[str,
     for module_name, module in model.named_modules():
         is_transposed = bool(getattr(module, "is_transposed", False))
         for matrix, parameters in matrices_of(module).items():
-            adapter, start = f"{module_name}.{ADAPTERS}.{matrix}", 0
+            adapter = f"{module_name}.{ADAPTERS}.{matrix}"
+            start = 0
             for name in parameters if adapter in adapters else ():
                 stop = start + module.get_parameter(name).shape[2 if is_transposed else 1]
                 parts[f"{module_name}.{name}"] = ExpertAdapterPart(adapter, (start, stop), is_transposed)

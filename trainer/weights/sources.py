@@ -244,7 +244,8 @@ class MappedSource:
     """
 
     def __init__(self, description: str, origins: Mapping[str, Origin]) -> None:
-        self.description, self._origins = description, origins
+        self.description = description
+        self._origins = origins
         sources = {id(origin.source): origin.source for origin in origins.values()}
         shapes = {key: source.shapes for key, source in sources.items()}
         dtypes = {key: source.dtypes for key, source in sources.items()}
