@@ -99,8 +99,12 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     return kinds
 
 
-_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 6 * 8
-"""Sizes of the all-reduces of the gradient norm, the loss, and what the ranks agree on (`Trainer.agree`)."""
+_NORM_BYTES = 4
+"""Size of the all-reduce of the gradient norm."""
+_LOSS_BYTES = 8
+"""Size of the all-reduce of the loss."""
+_MESSAGE_BYTES = 6 * 8
+"""Size of the all-reduce of what the ranks agree on (`Trainer.agree`)."""
 
 
 def _collectives_of_update(trace: Trace, layout: Layout) -> Counter[Collective]:

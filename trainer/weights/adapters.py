@@ -147,7 +147,8 @@ def without_adapters(source: WeightSource) -> WeightSource:
 
 def adapted_layers(names: Iterable[str]) -> set[str]:
     """Return the names of the layers whose adapter parameters are among `names`."""
-    return {part[0] for name in names if (part := parse_adapter(name))}
+    parts = (parse_adapter(name) for name in names)
+    return {part[0] for part in parts if part}
 
 
 # ---------------------------------------------------------------------------------------------------------------
