@@ -208,9 +208,9 @@ def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interl
     return rotated_BTNH.to(x_BNTH.dtype).transpose(1, 2)
 
 
-def split_heads(x_BTD: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return (B, N, T, H) for (B, T, N x H)."""
-    return x_BTD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+def split_heads(x_BTD: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return (B, N, T, H) for (B, T, N x H): all heads of `head_dim` dimensions that this rank computes."""
+    return x_BTD.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def merge_heads(x_BNTH: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ class MoeDecoder(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         packed = Documents.of(documents, cu_seqlens)
-        positions = sequence.positions(tokens, positions, packed)
+        positions = sequence.attention_positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         if targets is None or not self.training:
             for layer in self.layers:

@@ -45,6 +45,7 @@ _EVALUATION: dict[str, Any] = {
     "mesh.replicate": 1,
     "mesh.shard": -1,
     "mesh.context": 1,
+    "mesh.tensor": 1,
     "mesh.expert": 1,
     "eval.every": 1,
     "checkpoint.resume": "none",

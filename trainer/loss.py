@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from trainer.config.requirements import can_compile
+from trainer.distributed.exchange import gather_parts
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
@@ -87,6 +89,35 @@ def by_row() -> AbstractContextManager[object]:
     return _within(_sums_by_row, True)
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of an output projection that one rank of a group holds, if the group divides the vocabulary."""
+
+    start: int
+    """The first row."""
+    number: int
+    """This rank's index in the group."""
+    num_ranks: int
+    group: str
+    """Name of the process group, for `trainer.distributed.exchange`."""
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked.  One all-gather; no gradient."""
+        return gather_parts(part.detach(), self.num_ranks, self.group)
+
+
+_vocabulary_part: ContextVar[VocabularyPart | None] = ContextVar("vocabulary_part", default=None)
+
+
+def split_vocabulary(part: VocabularyPart) -> AbstractContextManager[object]:
+    """Inside the block, the weight given to `linear_cross_entropy` holds only `part` of the vocabulary.
+
+    Its hidden states and targets must be the same on all ranks of the group: those of all their tokens, T of which
+    (B, T) belong to each rank in equal shares, in order.
+    """
+    return _within(_vocabulary_part, part)
+
+
 LossReplacement: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]"
 """A function of hidden states (B, T, D), the weight of the output projection (V, D) and targets (B, T).
 
@@ -101,6 +132,11 @@ def replace_loss(function: LossReplacement) -> AbstractContextManager[object]:
     Works for models that compute their loss with the functions in this module.
     """
     return _within(_replacement, function)
+
+
+def is_loss_replaced() -> bool:
+    """Return whether models now return the result of a `LossReplacement`."""
+    return _replacement.get() is not None
 
 
 def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
@@ -168,6 +204,11 @@ def linear_cross_entropy(
     per sequence, (B,) for targets (B, T), and with `"token"` one loss per target, 0 for ignored ones; the backward pass
     recomputes the logits, since each sequence or token may have its own incoming gradient.  The default is "sum";
     inside `by_row` it is "row", and the sums are returned in fp64.
+
+    Inside `split_vocabulary`, `weight` holds this rank's rows, and hidden states and targets are those of the group.
+    The result of `"sum"` is an equal share of the group's loss on each rank, that of `"row"` and `"token"` is of this
+    rank's tokens.  Collectives: a small all-gather per chunk of rows, in the forward pass and wherever logits are
+    recomputed, and one of the incoming gradient.
     """
     if reduction is None and (replacement := _replacement.get()) is not None:
         return replacement(hidden, weight, targets)
@@ -177,20 +218,28 @@ def linear_cross_entropy(
         on_a_gpu = weight.device.type == "cuda" or _uses_gpu_chunks.get()
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
-    arguments = (hidden_ND, weight, targets_N, num_chunks)
-    if reduction == "token":
-        losses: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
-        return losses.view(targets.shape)
-    if reduction == "row" or (reduction is None and _sums_by_row.get()):
+    part = _vocabulary_part.get()
+    arguments = (hidden_ND, weight, targets_N, num_chunks, part)
+    sums_by_row = reduction == "row" or (reduction is None and _sums_by_row.get())
+    if reduction == "token" or sums_by_row:
         losses_N: torch.Tensor = _LinearCrossEntropyPerToken.apply(*arguments)  # type: ignore[no-untyped-call]
-        sums_B = losses_N.view(targets.shape).sum(-1, dtype=torch.float64)
+        losses = _own_tokens(losses_N.view(targets.shape), part)
+        if not sums_by_row:
+            return losses
+        sums_B = losses.sum(-1, dtype=torch.float64)
         return sums_B.float() if reduction == "row" else sums_B
     recorded, token_losses = _recorded_losses.get(), list[torch.Tensor]()
     loss_list = None if recorded is None else token_losses
     loss: torch.Tensor = _LinearCrossEntropy.apply(*arguments, torch.is_grad_enabled(), loss_list)  # type: ignore[no-untyped-call]
     if recorded is not None:
-        recorded.append(torch.cat(token_losses).view(targets.shape).sum(-1, dtype=torch.float64))
+        losses = _own_tokens(torch.cat(token_losses).view(targets.shape), part)
+        recorded.append(losses.sum(-1, dtype=torch.float64))
     return loss
+
+
+def _own_tokens(losses: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+    """Return the losses of this rank's tokens, (B, t), given those of its group, (B, T)."""
+    return losses if part is None else losses.chunk(part.num_ranks, -1)[part.number]
 
 
 class _Chunk:
@@ -238,6 +287,49 @@ class _FusedChunk:
         return self._logits_nV.to(dtype)
 
 
+class _SplitChunk:
+    """A chunk of all tokens of a group, among whose ranks the vocabulary is divided.  One small all-gather."""
+
+    def __init__(
+        self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor, part: VocabularyPart
+    ) -> None:
+        num_rows = weight_VD.shape[0]
+        self._mask_n = targets_n != IGNORE
+        index_n = targets_n - part.start
+        is_elsewhere_n = (index_n < 0) | (index_n >= num_rows)
+        # A target on another rank gets an index that no row here has.
+        self._index_n = torch.where(self._mask_n, index_n.masked_fill(is_elsewhere_n, num_rows), IGNORE)
+        self._logits_nV = hidden_nD @ weight_VD.T
+        statistics, self._write_gradient = _kernels(self._logits_nV)
+        logsumexp_n, picked_n = statistics(self._logits_nV, self._index_n)
+        logsumexp_Rn, picked_Rn = part.gather(torch.stack((logsumexp_n, picked_n))).unbind(1)
+        self._logsumexp_n, self._picked_n = logsumexp_Rn.logsumexp(0), picked_Rn.sum(0)
+
+    def losses(self) -> torch.Tensor:
+        return (self._logsumexp_n - self._picked_n).where(self._mask_n, 0.0)
+
+    def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self._write_gradient(self._logits_nV, self._logsumexp_n, self._index_n, scale_n1)
+        return self._logits_nV.to(dtype)
+
+
+def _statistics(logits_nV: torch.Tensor, index_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-sum-exp of each row, and the logit at its index, or 0 if that is outside: (n,) each, in fp32."""
+    values_nV = logits_nV.float()
+    is_here_n = (index_n >= 0) & (index_n < logits_nV.shape[1])
+    picked_n = values_nV.gather(1, index_n.where(is_here_n, 0).unsqueeze(1)).squeeze(1)
+    return values_nV.logsumexp(1), picked_n.where(is_here_n, 0.0)
+
+
+def _kernels(logits_nV: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return `_statistics` and `_write_gradient`, compiled on a GPU; when planning, stand-ins that need their memory."""
+    if _uses_gpu_chunks.get():
+        return lambda logits, index: (logits.sum(1, dtype=torch.float32),) * 2, lambda logits, *_: logits.zero_()
+    if logits_nV.device.type == "cuda" and can_compile("cuda"):
+        return _compiled(_statistics), _compiled(_write_gradient)
+    return _statistics, _write_gradient
+
+
 class _PlannedChunk(_FusedChunk):
     """Stands in for `_FusedChunk` on fake tensors: allocates, reads and writes the same amount of memory."""
 
@@ -274,8 +366,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> _Chunk | _FusedChunk:
+def _chunk(
+    hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor, part: VocabularyPart | None
+) -> _Chunk | _FusedChunk | _SplitChunk:
     """Return a chunk for the weight's device: compiled on a GPU if a compiler is installed, otherwise plain."""
+    if part is not None:
+        return _SplitChunk(hidden_nD, weight_VD, targets_n, part)
     if _uses_gpu_chunks.get():
         return _PlannedChunk(hidden_nD, weight_VD, targets_n)
     if weight_VD.device.type == "cuda" and can_compile("cuda"):
@@ -313,6 +409,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: torch.Tensor,
         targets_N: torch.Tensor,
         num_chunks: int,
+        part: VocabularyPart | None,
         computes_gradients: bool,
         loss_list: list[torch.Tensor] | None,
     ) -> torch.Tensor:
@@ -321,7 +418,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total, one = hidden_ND.new_zeros((), dtype=torch.float32), hidden_ND.new_ones((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
             hidden_nD = hidden_ND[start : start + rows]
-            chunk = _chunk(hidden_nD, weight_VD, targets_N[start : start + rows])
+            chunk = _chunk(hidden_nD, weight_VD, targets_N[start : start + rows], part)
             losses_n = chunk.losses()
             total += losses_n.sum()
             if loss_list is not None:
@@ -329,18 +426,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if gradients.is_needed:
                 gradients.add(chunk.take_gradient(one, hidden_ND.dtype), hidden_nD, weight_VD, start)
         ctx.save_for_backward(gradients.hidden_ND, gradients.weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
-        return total
+        ctx.weight_dtype, ctx.part = weight_VD.dtype, part
+        return total if part is None else total / part.num_ranks
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grad_outputs
+        if ctx.part is not None:
+            grad = ctx.part.gather(grad).mean(0)
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         if grad_hidden_ND is not None:
             grad_hidden_ND = grad_hidden_ND * grad
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad).to(ctx.weight_dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
 class _LinearCrossEntropyPerToken(torch.autograd.Function):
@@ -348,28 +447,37 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, num_chunks: int
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        num_chunks: int,
+        part: VocabularyPart | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        ctx.part = part
         ctx.rows = rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
         losses_N = hidden_ND.new_empty(targets_N.shape, dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
             chunk_rows = slice(start, start + rows)
-            losses_N[chunk_rows] = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows]).losses()
+            losses_N[chunk_rows] = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows], part).losses()
         return losses_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, targets_N = ctx.saved_tensors
+        (grad_N,) = grad_outputs
+        if ctx.part is not None:
+            grad_N = ctx.part.gather(grad_N).sum(0)
         gradients = Gradients(hidden_ND, *ctx.needs_input_grad[:2])
         for start in range(0, hidden_ND.shape[0], ctx.rows):
             chunk_rows = slice(start, start + ctx.rows)
-            chunk = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows])
-            grad_nV = chunk.take_gradient(grad_outputs[0][chunk_rows].unsqueeze(1), hidden_ND.dtype)
+            chunk = _chunk(hidden_ND[chunk_rows], weight_VD, targets_N[chunk_rows], ctx.part)
+            grad_nV = chunk.take_gradient(grad_N[chunk_rows].unsqueeze(1), hidden_ND.dtype)
             gradients.add(grad_nV, hidden_ND[chunk_rows], weight_VD, start)
         grad_weight_VD = None if gradients.weight_VD is None else gradients.weight_VD.to(weight_VD.dtype)
-        return gradients.hidden_ND, grad_weight_VD, None, None
+        return gradients.hidden_ND, grad_weight_VD, None, None, None
 
 
 def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from trainer.errors import UserError
 from trainer.registry import import_object
@@ -27,6 +27,10 @@ Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn
 
 A tuple or list of these is one unit, whose modules are gathered together."""
 
+TensorStyle: TypeAlias = 'Literal["columns", "rows", "rows_gathered", "vocabulary", "input", "sequence"]'
+"""How the ranks of a tensor-parallel group share a module's work; see `trainer.model.tensor`."""
+TensorPlan: TypeAlias = "Mapping[str, TensorStyle | tuple[TensorStyle, ...]]"
+"""The styles of modules, by patterns of their names."""
 
 TrainerType = TypeVar("TrainerType", bound="Trainer")
 
@@ -181,6 +185,10 @@ class ModelSpec:
     hf: the mapping to Hugging Face's format, which imports and exports need.
     context: declares that the model mixes or counts tokens only with functions of `trainer.sequence` other than
         `apply_by_document`, so that ranks may hold slices of sequences (`mesh.context`).
+    tensor: how ranks share the model's matrices (`mesh.tensor`): maps patterns of module names, such as
+        "layers.*.attention.wq", to the styles of `trainer.model.tensor`, or is a function of the model that returns
+        these.  Attention inside must be `trainer.sequence.attend`, with positions from
+        `trainer.sequence.attention_positions`.
     experts: the name of the expert modules, such as "layers.*.moe.experts".  This declares that all their parameters
         are stacked by expert along dimension 0, and that only `trainer.experts.apply_experts` calls these modules, so
         that the experts may be divided among ranks (`mesh.expert`).  If only some of the spec's models have
@@ -203,6 +211,7 @@ class ModelSpec:
     flops: Callable[[Any, float], float] | None = None
     hf: HuggingFace | None = None
     context: bool = False
+    tensor: TensorPlan | Callable[[nn.Module], TensorPlan] | None = None
     experts: str | Callable[[nn.Module], Sequence[str]] | None = None
     blocks: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
 

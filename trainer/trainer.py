@@ -27,12 +27,12 @@ from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.monitor import watch_phases
-from trainer.distributed.world import World
+from trainer.distributed.world import EXPERT, TENSOR, World, name_of_group
 from trainer.experts import BALANCE, ExpertBalance, find_balance, global_balance
 from trainer.hooks import Hook
 from trainer.lifecycle.checks import check_same_run, check_shape, check_start
 from trainer.lifecycle.folder import RunFolder
-from trainer.lifecycle.probes import check_context, check_documents, check_experts
+from trainer.lifecycle.probes import check_context, check_documents, check_experts, check_tensor
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.run import Run
 from trainer.lifecycle.state import EMA, AverageState, RandomState, TrainState, seed_everything
@@ -89,9 +89,11 @@ class Trainer:
         self.forecast = Forecast(self.config, self.shape, self.world)
         seed_everything(self.config.run.seed, self.world.rank)
 
-        enable_slices(self.config, self.world)
         self.mesh = self.build_mesh()
-        self.expert_mesh = self.world.build_expert_mesh(self.shape, self.config.expert)
+        group_sizes = {EXPERT: self.config.expert, TENSOR: self.config.tensor}
+        self.split_meshes = self.world.build_split_meshes(self.shape, group_sizes)
+        tensor_group = name_of_group(self.split_meshes[TENSOR][TENSOR]) if TENSOR in self.split_meshes else ""
+        enable_slices(self.config, self.world, tensor_group)
         self.units: list[ShardUnit] = []
         self.ties: list[list[str]] = []
         self.model = self.build_model()
@@ -187,7 +189,7 @@ class Trainer:
         def build_sharded() -> tuple[torch.nn.Module, list[ShardUnit]]:
             model = build_network(config)
             ties = tied_names(model)
-            units = apply_sharding(model, spec, config, self.mesh, self.expert_mesh, self.world.copy_mesh)
+            units = apply_sharding(model, spec, config, self.mesh, self.split_meshes, self.world.copy_mesh)
             if config is self.config:
                 self.units, self.ties = units, ties
             return model, units
@@ -458,6 +460,7 @@ class Trainer:
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
             check_context(self.world, self.model, self.loader, self.config)
+            check_tensor(self.world, self.model, self.loader, self.config)
             check_experts(self.world, self.model, self.mesh, self.loader, self.config)
         check_documents(self.world, self.model, self.loader, self.config)
         self.resume.supersede()

@@ -6,12 +6,18 @@ prediction (section 2.2) is left out.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from trainer.model_spec import ModelSpec
 from trainer.registry import register
 
+from .._tensor import FEED_FORWARD, MOE
 from ..qwen3 import units
 from .config import DeepseekV3Config, check
 from .huggingface import HUGGINGFACE
+
+if TYPE_CHECKING:
+    from trainer.model_spec import TensorPlan, TensorStyle
 
 
 def flops(config: DeepseekV3Config, seq_len: float) -> float:
@@ -33,6 +39,28 @@ def flops(config: DeepseekV3Config, seq_len: float) -> float:
     return 6.0 * (matmul_params + attention_matmuls)
 
 
+def tensor_plan(model: Any) -> TensorPlan:
+    """Return the plan for tensor parallelism: the projections from latent vectors to heads are divided.
+
+    The latent vectors themselves, which all heads need, are computed by every rank.
+    """
+    config = model.config
+    queries: dict[str, TensorStyle] = {"layers.*.attention.wq": "columns"}
+    if config.q_rank is not None:
+        queries = {"layers.*.attention.wq_a": "sequence", "layers.*.attention.wq_b": "columns"}
+    return {
+        "tok_embeddings": "vocabulary",
+        "layers.*.attention": "input",
+        **queries,
+        "layers.*.attention.wkv_a": "sequence",
+        "layers.*.attention.wkv_b": "columns",
+        "layers.*.attention.wo": "rows",
+        **(FEED_FORWARD if config.num_dense_layers else {}),
+        **(MOE if config.num_dense_layers < config.num_layers else {}),
+        "head.output": "vocabulary",
+    }
+
+
 register(
     ModelSpec(
         name="deepseek_v3",
@@ -43,6 +71,7 @@ register(
         flops=flops,
         hf=HUGGINGFACE,
         context=True,
+        tensor=tensor_plan,
         experts="layers.*.moe.experts",
     )
 )

@@ -77,9 +77,9 @@ class LatentAttention(nn.Module):
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         config = self.config
         q_BTX = self.wq(x_BTD) if config.q_rank is None else self.wq_b(self.q_norm(self.wq_a(x_BTD)))
-        q_BNTP, q_BNTR = split_heads(q_BTX, config.num_heads).split([config.nope_dim, config.rope_dim], -1)
+        q_BNTP, q_BNTR = split_heads(q_BTX, config.head_dim).split([config.nope_dim, config.rope_dim], -1)
         latents_BTC, k_BTR = self.wkv_a(x_BTD).split([config.kv_rank, config.rope_dim], -1)
-        kv_BNTX = split_heads(self.wkv_b(self.kv_norm(latents_BTC)), config.num_heads)
+        kv_BNTX = split_heads(self.wkv_b(self.kv_norm(latents_BTC)), config.nope_dim + config.value_dim)
         k_BNTP, v_BNTV = kv_BNTX.split([config.nope_dim, config.value_dim], -1)
         cos, sin = self.rope(positions)
         q_BNTR = rotate(q_BNTR, cos, sin, config.rope_neighbours)

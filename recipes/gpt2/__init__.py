@@ -5,11 +5,16 @@ Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learne
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from trainer.model_spec import ModelSpec
 from trainer.registry import register
 
 from .config import GPT2Config, check
 from .huggingface import HUGGINGFACE
+
+if TYPE_CHECKING:
+    from trainer.model_spec import TensorPlan
 
 
 def flops(config: GPT2Config, seq_len: float) -> float:
@@ -21,6 +26,17 @@ def flops(config: GPT2Config, seq_len: float) -> float:
     return 6.0 * (matmul_params + config.num_layers * config.dim * seq_len)
 
 
+TENSOR: TensorPlan = {
+    "wte": "vocabulary",
+    "wpe": "sequence",
+    "blocks.*.attention": "input",
+    "blocks.*.attention.qkv": "columns",
+    "blocks.*.attention.out": "rows",
+    "blocks.*.up": ("input", "columns"),
+    "blocks.*.down": "rows",
+    "head.output": "vocabulary",
+}
+
 register(
     ModelSpec(
         name="gpt2",
@@ -31,5 +47,7 @@ register(
         flops=flops,
         hf=HUGGINGFACE,
         context=True,
+        tensor=TENSOR,
+        blocks={"blocks.*.attention.qkv.weight": 3},
     )
 )

@@ -23,13 +23,13 @@ class GPT2Attention(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_dim = config.dim // config.num_heads
         _, self.attention_dropout, _ = config.dropouts
         self.qkv = Linear(config.dim, 3 * config.dim, std=config.init_std, bias=True)
         self.out = Linear(config.dim, config.dim, std=config.init_std / math.sqrt(2 * config.num_layers), bias=True)
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        q_BNTH, k_BNTH, v_BNTH = (split_heads(part, self.num_heads) for part in self.qkv(x_BTD).chunk(3, dim=-1))
+        q_BNTH, k_BNTH, v_BNTH = (split_heads(part, self.head_dim) for part in self.qkv(x_BTD).chunk(3, dim=-1))
         dropout = self.attention_dropout if self.training else 0.0
         return self.out(merge_heads(sequence.attend(q_BNTH, k_BNTH, v_BNTH, documents, dropout)))
 

@@ -9,6 +9,7 @@ from trainer.model_spec import ModelSpec
 from trainer.registry import register
 
 from .._flops import mean_num_keys
+from .._tensor import EXPERTS
 from ..qwen3 import units
 from .config import GptOssConfig, check
 from .huggingface import HUGGINGFACE
@@ -37,6 +38,7 @@ register(
         flops=flops,
         hf=HUGGINGFACE,
         context=True,
+        tensor=EXPERTS,
         experts="layers.*.moe.experts",
     )
 )

@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GptOssConfig, layer: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.std = config.num_heads, config.num_kv_heads, config.init_std
+        self.head_dim, self.std = config.head_dim, config.init_std
         self.window = config.window_of(layer)
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         self.wq = Linear(config.dim, config.num_heads * config.head_dim, std=config.init_std, bias=True)
@@ -59,9 +59,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         cos, sin = self.rope(positions)
-        q_BNTH = rotate(split_heads(self.wq(x_BTD), self.num_heads), cos, sin)
-        k_BKTH = rotate(split_heads(self.wk(x_BTD), self.num_kv_heads), cos, sin)
-        v_BKTH = split_heads(self.wv(x_BTD), self.num_kv_heads)
+        q_BNTH = rotate(split_heads(self.wq(x_BTD), self.head_dim), cos, sin)
+        k_BKTH = rotate(split_heads(self.wk(x_BTD), self.head_dim), cos, sin)
+        v_BKTH = split_heads(self.wv(x_BTD), self.head_dim)
         out_BNTH = sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents, window=self.window, sinks_N=self.sinks)
         return self.wo(merge_heads(out_BNTH))
 

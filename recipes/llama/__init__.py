@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.model_spec import ModelSpec
 from trainer.registry import register
 
+from .._tensor import DENSE
 from .config import LlamaConfig, check
 from .huggingface import HUGGINGFACE
 
@@ -49,5 +50,6 @@ register(
         flops=flops,
         hf=HUGGINGFACE,
         context=True,
+        tensor=DENSE,
     )
 )

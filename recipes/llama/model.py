@@ -40,8 +40,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        head_dim = config.dim // config.num_heads
+        self.head_dim = head_dim = config.dim // config.num_heads
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         self.wq = Linear(config.dim, config.num_heads * head_dim, std=config.init_std)
         self.wk = Linear(config.dim, config.num_kv_heads * head_dim, std=config.init_std)
@@ -51,9 +50,9 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         cos, sin = self.rope(positions)
-        q_BNTH = rotate(split_heads(self.wq(x_BTD), self.num_heads), cos, sin)
-        k_BKTH = rotate(split_heads(self.wk(x_BTD), self.num_kv_heads), cos, sin)
-        v_BKTH = split_heads(self.wv(x_BTD), self.num_kv_heads)
+        q_BNTH = rotate(split_heads(self.wq(x_BTD), self.head_dim), cos, sin)
+        k_BKTH = rotate(split_heads(self.wk(x_BTD), self.head_dim), cos, sin)
+        v_BKTH = split_heads(self.wv(x_BTD), self.head_dim)
         return self.wo(merge_heads(sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents)))
 
 
@@ -99,7 +98,7 @@ class Llama(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         packed = Documents.of(documents, cu_seqlens)
-        positions = sequence.positions(tokens, positions, packed)
+        positions = sequence.attention_positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         for layer in self.layers:
             x_BTD = layer(x_BTD, positions, packed)

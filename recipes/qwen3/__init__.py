@@ -10,6 +10,7 @@ from typing import Any
 from trainer.model_spec import ModelSpec
 from trainer.registry import register
 
+from .._tensor import DENSE
 from .config import Qwen3Config, check_heads
 from .huggingface import HUGGINGFACE
 
@@ -43,5 +44,6 @@ register(
         flops=flops,
         hf=HUGGINGFACE,
         context=True,
+        tensor=DENSE,
     )
 )

@@ -26,7 +26,7 @@ class Qwen3Attention(nn.Module):
 
     def __init__(self, config: Qwen3Config | Qwen3MoeConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
         self.wq = Linear(config.dim, config.num_heads * config.head_dim, std=config.init_std)
         self.wk = Linear(config.dim, config.num_kv_heads * config.head_dim, std=config.init_std)
         self.wv = Linear(config.dim, config.num_kv_heads * config.head_dim, std=config.init_std)
@@ -38,9 +38,9 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         cos, sin = self.rope(positions)
-        q_BNTH = rotate(self.q_norm(split_heads(self.wq(x_BTD), self.num_heads)), cos, sin)
-        k_BKTH = rotate(self.k_norm(split_heads(self.wk(x_BTD), self.num_kv_heads)), cos, sin)
-        v_BKTH = split_heads(self.wv(x_BTD), self.num_kv_heads)
+        q_BNTH = rotate(self.q_norm(split_heads(self.wq(x_BTD), self.head_dim)), cos, sin)
+        k_BKTH = rotate(self.k_norm(split_heads(self.wk(x_BTD), self.head_dim)), cos, sin)
+        v_BKTH = split_heads(self.wv(x_BTD), self.head_dim)
         return self.wo(merge_heads(sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents)))
 
 
@@ -86,7 +86,7 @@ class Qwen3(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         packed = Documents.of(documents, cu_seqlens)
-        positions = sequence.positions(tokens, positions, packed)
+        positions = sequence.attention_positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         for layer in self.layers:
             x_BTD = layer(x_BTD, positions, packed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from trainer.model_spec import ModelSpec
 from trainer.registry import register
 
+from .._tensor import EXPERTS
 from ..qwen3 import units
 from .config import Qwen3MoeConfig, check
 from .huggingface import HUGGINGFACE
@@ -36,6 +37,7 @@ register(
         flops=flops,
         hf=HUGGINGFACE,
         context=True,
+        tensor=EXPERTS,
         experts="layers.*.moe.experts",
     )
 )

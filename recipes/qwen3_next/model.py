@@ -43,7 +43,7 @@ class GatedAttention(nn.Module):
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.rotary_dim = config.num_heads, config.num_kv_heads, config.rotary_dim
+        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.wq = Linear(config.dim, 2 * width, std=config.init_std)
         self.wk = Linear(config.dim, kv_width, std=config.init_std)
@@ -54,8 +54,8 @@ class GatedAttention(nn.Module):
         self.rope = Rope(config.rotary_dim, config.rope_theta)
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        q_BNTH, gate_BNTH = split_heads(self.wq(x_BTD), self.num_heads).chunk(2, -1)
-        k_BKTH, v_BKTH = (split_heads(project(x_BTD), self.num_kv_heads) for project in (self.wk, self.wv))
+        q_BNTH, gate_BNTH = split_heads(self.wq(x_BTD), 2 * self.head_dim).chunk(2, -1)
+        k_BKTH, v_BKTH = (split_heads(project(x_BTD), self.head_dim) for project in (self.wk, self.wv))
         cos, sin = self.rope(positions)
         q_BNTH, k_BKTH = (
             torch.cat((rotate(x[..., : self.rotary_dim], cos, sin), x[..., self.rotary_dim :]), -1)

@@ -83,6 +83,7 @@ def _objective(name: str, file: str, *more: str) -> Feature:
 _LORA = ("lora.rank=4",)
 _EXCHANGE = ("mesh.expert=2", "mesh.expert_method=exchange")
 _GATHER = ("mesh.expert=2", "mesh.expert_method=gather")
+_TENSOR = ("mesh.tensor=2",)
 FEATURES = {
     "masked": Feature(("data.documents=masked",)),
     "replicate": Feature(("mesh.replicate=2",)),
@@ -234,6 +235,27 @@ ROWS = [
     # Axes
     Row("context by gather", overrides=_RAGGED, mesh=("mesh.context=2", "mesh.context_method=gather")),
     Row("context by heads", features=("masked",), mesh=("mesh.context=2", "mesh.context_method=heads")),
+    Row("tensor", overrides=_RAGGED, mesh=_TENSOR),
+    Row("tensor of gpt2", "gpt2", overrides=_RAGGED, mesh=_TENSOR),
+    Row("tensor of qwen3", "qwen3", ("masked",), mesh=_TENSOR, ranks=4),
+    Row("tensor of gpt_oss", "gpt_oss", overrides=_RAGGED, mesh=_TENSOR),
+    Row("tensor and context", overrides=_RAGGED, mesh=(*_TENSOR, "mesh.context=2"), ranks=4),
+    Row(
+        "tensor, replicas and sharded accumulation", features=("sharded",), mesh=(*_TENSOR, "mesh.replicate=2"), ranks=4
+    ),
+    Row("tensor of four", "gpt_oss", overrides=(*_RAGGED, "model.num_kv_heads=4"), mesh=("mesh.tensor=4",), ranks=4),
+    Row("tensor, compiled", features=("compile", "muon"), overrides=(*_RAGGED, *_MUON), mesh=_TENSOR),
+    Row("tensor with adapters", features=("lora", "selective"), overrides=_RAGGED, mesh=_TENSOR),
+    Row("tensor with few experts", "qwen3_moe", ("ema",), (*_RAGGED, *_EXACT), mesh=(*_TENSOR, *_EXCHANGE), ranks=4),
+    Row("tensor of deepseek_v3", "deepseek_v3", ("budget",), _RAGGED, mesh=_TENSOR),
+    Row("tensor on the host", features=("cpu_offload", "full"), overrides=_TWO_SOURCES, mesh=_TENSOR, ranks=4),
+    Row(
+        "tensor, context, replicas",
+        overrides=(*_RAGGED, "optim.rounding=stochastic", "train.weights_dtype=bfloat16"),
+        mesh=(*_TENSOR, "mesh.context=2", "mesh.replicate=2"),
+        ranks=8,
+        everyday=False,
+    ),
     Row("experts by exchange", "qwen3_moe", overrides=_RAGGED, mesh=_EXCHANGE, ranks=4),
     Row("experts by gather", "deepseek_v3", overrides=(*_RAGGED, "model.balance_rate=0.01"), mesh=_GATHER),
     Row("few experts", "qwen3_moe", ("sharded",), (*_RAGGED, *_FEW_EXPERTS), ranks=4),

@@ -1,6 +1,7 @@
-"""Determines and checks how a run is divided among ranks: the mesh, the context and expert axes, and the batch.
+"""Determines and checks how a run is divided among ranks: the mesh, its context, tensor and expert axes, and the batch.
 
-Context parallelism splits each sequence among several ranks; expert parallelism divides the experts of a layer.
+Context parallelism splits each sequence among several ranks, tensor parallelism the matrices of each layer, and expert
+parallelism the experts of a layer.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def resolve_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int
 def smallest_mesh(config: RunConfig) -> MeshShape:
     """Return the smallest mesh that a configuration allows, to check settings before the number of ranks is known."""
     mesh = config.mesh
-    sizes = [size for size in (*config.fsdp.reshard_sizes, mesh.context, mesh.expert) if isinstance(size, int)]
+    context, tensor = (size if isinstance(size, int) else 1 for size in (mesh.context, mesh.tensor))
+    sizes = [*config.fsdp.reshard_sizes, context * tensor, *([mesh.expert] if isinstance(mesh.expert, int) else [])]
     shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
     return MeshShape(max(1, mesh.replicate), shard)
 
@@ -103,21 +105,25 @@ def nearest_divisor(value: int, total: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Context parallelism
+# Splitting sequences: context and tensor parallelism
 
 
 @dataclass(frozen=True)
 class Slices:
-    """How a context-parallel group splits its sequences, from the point of view of one rank.
+    """Which tokens of its sequences a rank holds.
 
-    With `gather`, a slice consists of two pieces that are symmetric about the middle of the sequence, so that causal
-    attention costs the same on every rank.  With `heads`, a slice is contiguous.
+    A context-parallel group splits its sequences into `count` slices.  With `gather`, a slice consists of two pieces
+    that are symmetric about the middle of the sequence, so that causal attention costs the same on every rank.  With
+    `heads`, a slice is contiguous.
+
+    A tensor-parallel group shares one such slice.  Inside the layers that it splits, each of its ranks sees all tokens
+    of the slice; elsewhere, each holds one of `tensor_count` equal parts, in order.
     """
 
     number: int
     """Index of this rank's slice, from 0."""
     count: int
-    """Number of slices per sequence."""
+    """Number of slices per sequence; 1 without context parallelism."""
     method: str
     """`gather` or `heads`."""
     seq_len: int
@@ -127,6 +133,17 @@ class Slices:
     regathers_in_backward: bool = False
     """Whether the backward pass gathers each block's keys and values again, so that the forward pass need not keep
     them."""
+    tensor_number: int = 0
+    """Index of this rank in its tensor-parallel group."""
+    tensor_count: int = 1
+    """Number of ranks in it."""
+    tensor_group: str = ""
+    """Name of the tensor-parallel process group; empty if no communication is needed."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.count * self.tensor_count
 
     @property
     def num_tokens(self) -> int:
@@ -135,24 +152,44 @@ class Slices:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """The positions [start, stop), in the full sequence, of each piece of this rank's slice."""
-        if self.method == "heads":
+        """The positions [start, stop), in the full sequence, of each piece of the slice."""
+        if self.method == "heads" or self.count == 1:
             return [(self.number * self.num_tokens, (self.number + 1) * self.num_tokens)]
         length = self.num_tokens // 2
         return [(number * length, (number + 1) * length) for number in (self.number, 2 * self.count - 1 - self.number)]
 
+    @property
+    def own_pieces(self) -> list[tuple[int, int]]:
+        """The positions [start, stop), in the full sequence, of the tokens that this rank holds between layers."""
+        num_own = self.num_tokens // self.tensor_count
+        first, last = self.tensor_number * num_own, (self.tensor_number + 1) * num_own
+        own = []
+        offset = 0
+        """Index in the slice of a piece's first token."""
+        for start, stop in self.pieces:
+            own_start, own_stop = max(first, offset), min(last, offset + stop - start)
+            if own_start < own_stop:
+                own.append((start + own_start - offset, start + own_stop - offset))
+            offset += stop - start
+        return own
+
 
 def find_slices(config: RunConfig, rank: int) -> Slices | None:
-    """Return how the sequences of a rank are sliced; None without context parallelism.
+    """Return which tokens a rank holds; None if it holds whole sequences.
 
     `mesh.context_method` must be resolved already (`resolve_context_method`).
     """
-    context = config.context
-    if context == 1:
+    if config.ranks_per_sample == 1:
         return None
-    regathers = config.train.activation_checkpoint == "none"  # recomputed blocks gather again in any case
     return Slices(
-        rank % context, context, config.mesh.context_method, config.data.seq_len, regathers_in_backward=regathers
+        number=rank // config.tensor % config.context,
+        count=config.context,
+        method=config.mesh.context_method,
+        seq_len=config.data.seq_len,
+        # Recomputed blocks gather again in any case.
+        regathers_in_backward=config.train.activation_checkpoint == "none",
+        tensor_number=rank % config.tensor,
+        tensor_count=config.tensor,
     )
 
 
@@ -162,8 +199,8 @@ def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     if mesh.context in (1, AUTO) or mesh.context_method != "auto":
         return config
     _, num_kv_heads = _num_heads(config)
-    divides_evenly = num_kv_heads is not None and num_kv_heads % config.context == 0
-    fits_in_node = ranks_per_node % config.context == 0
+    divides_evenly = num_kv_heads is not None and num_kv_heads % config.ranks_per_sample == 0
+    fits_in_node = ranks_per_node % config.ranks_per_sample == 0
     method: Literal["gather", "heads"] = "heads" if divides_evenly and fits_in_node else "gather"
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, context_method=method))
 
@@ -194,9 +231,11 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     method = resolve_context_method(config, ranks_per_node).mesh.context_method
     if context == 1:
         return
-    if shape.shard % context:
-        rule = f"must divide the shard axis, {shape.shard}: consecutive ranks on it hold slices of the same sequences"
-        raise setting_error("mesh.context", context, rule, nearest_divisor(context, shape.shard))
+    num_groups = max(1, shape.shard // config.tensor)
+    if num_groups % context:
+        inside = f" / mesh.tensor={config.tensor}" if config.tensor > 1 else ""
+        rule = f"must divide the shard axis, {shape.shard}{inside}: its ranks hold slices of the same sequences"
+        raise setting_error("mesh.context", context, rule, nearest_divisor(context, num_groups))
     if not config.spec.context:
         rule = (
             f"model {config.spec.name!r} does not declare that only trainer.sequence mixes or counts its tokens "
@@ -207,8 +246,9 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
         rule = f"train.objective={config.train.objective} compares whole responses, but each rank would see only slices"
         raise setting_error("mesh.context", context, rule, 1)
     num_heads, _ = _num_heads(config)
-    if method == "heads" and num_heads is not None and num_heads % context:
-        rule = f"mesh.context={context} does not divide model.num_heads={num_heads}"
+    if method == "heads" and num_heads is not None and num_heads % config.ranks_per_sample:
+        product = f"mesh.context={context}" + (f" x mesh.tensor={config.tensor}" if config.tensor > 1 else "")
+        rule = f"{product} does not divide model.num_heads={num_heads}"
         raise setting_error("mesh.context_method", method, rule, "gather")
     num_parts, factor = (2 * context, "2 x ") if method == "gather" else (context, "")
     length = config.data.seq_len
@@ -229,18 +269,91 @@ def check_batch(config: RunConfig, shape: MeshShape) -> None:
     micro = config.train.micro_batch_size
     micro = 1 if micro == AUTO else int(micro)
     num_groups = config.num_groups(shape.num_ranks)
-    context = config.context
     if batch % (num_groups * micro) == 0:
         return
     ranks = f"{num_groups} data-parallel ranks" if num_groups > 1 else "1 data-parallel rank"
-    if context > 1:
-        ranks = f"{shape.num_ranks} ranks / mesh.context={context}"
+    divisors = [
+        f"mesh.{key}={size}" for key, size in (("context", config.context), ("tensor", config.tensor)) if size > 1
+    ]
+    if divisors:
+        ranks = " / ".join([f"{shape.num_ranks} ranks", *divisors])
     rule = (
         f"must be {ranks} x train.micro_batch_size={micro} x a whole number of accumulation steps, "
         f"so a multiple of {num_groups * micro}"
     )
     legal = max(1, round(batch / (num_groups * micro))) * num_groups * micro
     raise setting_error("train.global_batch_size", batch, rule, legal)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tensor parallelism
+
+
+def with_tensor(config: RunConfig, tensor: int) -> RunConfig:
+    """Return the configuration with `mesh.tensor` set to `tensor`."""
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=tensor))
+
+
+def tensor_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
+    """Return one configuration for each `mesh.tensor` within a node that the mesh, batch, data and model allow.
+
+    Sizes are in ascending order.
+    """
+    choices = []
+    for size in (size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == shape.shard % size == 0):
+        candidate = with_tensor(config, size)
+        with contextlib.suppress(UserError):
+            check_tensor(candidate, shape)
+            choices.append(candidate)
+    return choices
+
+
+def check_tensor(config: RunConfig, shape: MeshShape) -> None:
+    """Raise UserError for a tensor axis that does not fit the mesh, the sequences, the model or the other settings.
+
+    Whether the axis divides the model's matrices is checked once the model is built (`trainer.model.tensor`).
+    """
+    tensor = config.tensor
+    if tensor == 1:
+        return
+    if shape.shard % tensor:
+        rule = f"must divide the shard axis, {shape.shard}: consecutive ranks on it share each layer's matrices"
+        raise setting_error("mesh.tensor", tensor, rule, nearest_divisor(tensor, shape.shard))
+    if config.spec.tensor is None:
+        rule = f"model {config.spec.name!r} does not say how to split its matrices (ModelSpec(tensor=...))"
+        raise setting_error("mesh.tensor", tensor, rule, 1)
+    if not config.objective.context:
+        rule = f"train.objective={config.train.objective} compares whole responses, but each rank would see only slices"
+        raise setting_error("mesh.tensor", tensor, rule, 1)
+    num_heads, num_kv_heads = _num_heads(config)
+    for key, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if number is not None and number % tensor:
+            rule = f"must divide model.{key}={number}: each rank computes whole heads"
+            raise setting_error("mesh.tensor", tensor, rule, nearest_divisor(tensor, math.gcd(number, shape.shard)))
+    length = config.data.seq_len
+    if length % config.ranks_per_sample:
+        parts = f"mesh.tensor={tensor}" + (f" x mesh.context={config.context}" if config.context > 1 else "")
+        nearest_length = max(1, round(length / config.ranks_per_sample)) * config.ranks_per_sample
+        raise setting_error("data.seq_len", length, f"must be a multiple of {parts}", nearest_length)
+    _check_works_with_tensor(config)
+    _check_no_partial_reshard(config, f"mesh.tensor={tensor}")
+
+
+def _check_works_with_tensor(config: RunConfig) -> None:
+    """Raise UserError for what is computed from whole rows of a matrix, which no rank of a tensor group has."""
+    tensor = f"mesh.tensor={config.tensor}"
+    if config.lora.packs:
+        rule = f"packs whole rows of weights, which {tensor} splits"
+        raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
+    if config.train.float8 != "none":
+        rule = f"scales whole rows of weights and inputs, which {tensor} splits, so results would depend on the mesh"
+        raise setting_error("train.float8", config.train.float8, rule, "none")
+    if config.optim.state_dtype == "int8":
+        rule = f"rounds moments in blocks of a row, and {tensor} splits rows"
+        raise setting_error("optim.state_dtype", "int8", rule, "float32")
+    if config.optim.name == "muon" and config.optim.muon.variant == "normuon":
+        rule = f"keeps a moment for each row, and {tensor} splits rows"
+        raise setting_error("optim.muon.variant", "normuon", rule, "muon")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -323,7 +436,7 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     if method == "exchange" and config.train.compile is True:
         rule = f"compiled blocks cannot exchange tokens between mesh.expert={expert} ranks: sizes depend on the tokens"
         raise setting_error("train.compile", True, rule, fix="set mesh.expert_method=gather, or train.compile=false")
-    _check_no_partial_reshard(config)
+    _check_no_partial_reshard(config, f"mesh.expert={expert}")
 
 
 MAX_COPIES = 4
@@ -355,13 +468,13 @@ def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
     )
 
 
-def _check_no_partial_reshard(config: RunConfig) -> None:
-    """Raise UserError if units reshard to a number of ranks."""
+def _check_no_partial_reshard(config: RunConfig, axis: str) -> None:
+    """Raise UserError if units reshard to a number of ranks.  axis: the setting that rules this out."""
     if all(size == 1 for size in config.fsdp.reshard_sizes):
         return
     setting = config.fsdp.reshard_after_forward
     legal: object = "always"
     if isinstance(setting, list):
         legal = [entry if isinstance(entry, str) else "always" for entry in setting]
-    rule = f"a number of ranks to reshard to cannot be combined with mesh.expert={config.expert}"
+    rule = f"a number of ranks to reshard to cannot be combined with {axis}"
     raise setting_error("fsdp.reshard_after_forward", setting, rule, legal)

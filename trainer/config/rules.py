@@ -23,11 +23,13 @@ from trainer.config.parallel import (
     check_batch,
     check_context,
     check_expert,
+    check_tensor,
     context_choices,
     nearest_divisor,
     resolve_mesh_shape,
     with_context,
     with_expert,
+    with_tensor,
 )
 from trainer.config.phases import find_phases
 from trainer.config.schema import AUTO, MODEL, LoraSection, RunConfig
@@ -41,11 +43,14 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """
     shape = resolve_mesh_shape(config.mesh, world_size, local_world_size)
+    if config.mesh.tensor == AUTO:
+        config = with_tensor(config, 1)
     if config.mesh.context == AUTO:  # if there is no valid choice, the checks for context=1 report why
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     if config.mesh.expert == AUTO:
         config = with_expert(config, 1, config.mesh.expert_method)
     check_context(config, shape, local_world_size)
+    check_tensor(config, shape)
     check_expert(config, shape, local_world_size)
     check_batch(config, shape)
     _check_reshard(config, shape)

@@ -267,6 +267,12 @@ class MeshSection:
         "how slices attend to the full sequence: gather (each rank gathers keys and values), heads (ranks "
         "exchange slices for heads), or auto (heads if they divide evenly within one node, else gather)",
     )
+    tensor: int | Literal["auto"] = declare(
+        1,
+        "tensor parallelism: number of consecutive ranks on the shard axis that share each layer's matrices; auto: let "
+        "the planner choose",
+        at_least=1,
+    )
     expert: int | Literal["auto"] = declare(
         1,
         "expert parallelism: number of consecutive ranks on the shard axis among which the experts of each layer are "
@@ -777,13 +783,23 @@ class RunConfig:
         return int(self.mesh.context)
 
     @property
+    def tensor(self) -> int:
+        """Number of ranks that share each layer's matrices; `mesh.tensor` must be resolved already."""
+        return int(self.mesh.tensor)
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Number of consecutive ranks that read the same samples, and split the tokens of each."""
+        return self.context * self.tensor
+
+    @property
     def expert(self) -> int:
         """Number of ranks among which the experts are divided; `mesh.expert` must be resolved already."""
         return int(self.mesh.expert)
 
     def num_groups(self, num_ranks: int) -> int:
-        """Return the number of data-parallel groups, each of which has `context` ranks."""
-        return num_ranks // self.context
+        """Return the number of data-parallel groups, each of which has `ranks_per_sample` ranks."""
+        return num_ranks // self.ranks_per_sample
 
     def num_micro_batches(self, num_ranks: int) -> int:
         """Return the number of micro-batches per step on each of `num_ranks` ranks."""

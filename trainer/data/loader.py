@@ -53,8 +53,8 @@ Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries from the source.
 
 B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
-within its row, from 0, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries
-with a value per token, except `documents`, hold only this rank's slices: (B, seq_len / mesh.context)."""
+within its row, from 0, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context or tensor parallelism,
+entries with a value per token, except `documents`, hold only this rank's tokens: (B, seq_len / number of ranks)."""
 
 
 class TrainLoader:
@@ -83,7 +83,7 @@ class TrainLoader:
             order=make_order(source, config),
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
-            dp_rank=rank // config.context,
+            dp_rank=rank // config.ranks_per_sample,
             num_dp_ranks=config.num_groups(num_ranks),
             slices=find_slices(config, rank),
             num_workers=config.data.num_workers,
@@ -112,7 +112,7 @@ class TrainLoader:
         self._dp_rank, self._samples_per_rank = dp_rank, global_batch_size // num_dp_ranks
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.slices = slices
-        """This rank's slices of each sample.  All ranks of a context-parallel group read the same samples."""
+        """This rank's slices of each sample.  All ranks that split samples read the same ones."""
         self._samples = 0
         self.fingerprint = _fingerprint_of(source)
         """Fingerprint of the data, stored with the position; the same on all ranks."""
@@ -314,7 +314,7 @@ class EvalLoader:
             num_batches=config.eval.steps,
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
-            dp_rank=rank // config.context,
+            dp_rank=rank // config.ranks_per_sample,
             num_dp_ranks=config.num_groups(num_ranks),
             slices=find_slices(config, rank),
         )
@@ -387,7 +387,7 @@ def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
     sliced = dict(batch)
     for name, entry in batch.items():
         if entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents":
-            sliced[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.pieces], axis=1)
+            sliced[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.own_pieces], axis=1)
     return sliced
 
 

@@ -137,3 +137,20 @@ exchange_rows.register_autograd(
     lambda ctx, grad_rows: (exchange_rows(grad_rows, ctx.received, ctx.sent, ctx.group), None, None, None),
     setup_context=_keep_splits,
 )
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return `x`; the backward pass multiplies its gradient by `factor`."""
+    scaled: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None

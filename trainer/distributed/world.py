@@ -42,8 +42,8 @@ from trainer.stopping import stop
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the two mesh axes, and of the context-parallel groups inside `shard`."""
-OUTER, EXPERT = "outer", "expert"
-"""Names of the axes into which `shard` is split for experts that are divided among ranks."""
+OUTER, EXPERT, TENSOR = "outer", "expert", "tensor"
+"""Names of the axes into which `shard` is split: `outer`, and `expert` or `tensor`, whose ranks are consecutive."""
 COPY, PART = "copy", "part"
 """Names of the axes of stacks with fewer matrices than `shard` has ranks."""
 
@@ -54,6 +54,12 @@ def make_copy_mesh(mesh: DeviceMesh, num_parts: int) -> DeviceMesh:
     Collective: creates the process groups of both axes.
     """
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, num_parts), mesh_dim_names=(COPY, PART))
+
+
+def name_of_group(mesh: DeviceMesh) -> str:
+    """Return the name of the process group of a mesh with one axis, for the operators in `exchange`."""
+    (axis,) = mesh.mesh_dim_names or ("",)
+    return register_group(mesh.get_group(), axis)
 
 
 class World(Channel):
@@ -171,16 +177,20 @@ class World(Channel):
         """
         return self._build_mesh({REPLICATE: shape.replicate, SHARD: shape.shard}, shape.has_replicas)
 
-    def build_expert_mesh(self, shape: MeshShape, expert: int) -> DeviceMesh | None:
-        """Create the mesh of expert parameters, which are divided among `expert` consecutive ranks; None for one rank.
+    def build_split_meshes(self, shape: MeshShape, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:
+        """Create the mesh of the parameters that each group of consecutive ranks divides among them.
 
-        The axes are (outer, expert), or (replicate, outer, expert): those of `shape`, with the shard axis split in
-        two.  All ranks must call this.
+        Its axes are (outer, inner), or (replicate, outer, inner): those of `shape`, with the shard axis split in two.
+        All ranks must call this.
+
+        sizes: the size of such a group by the name of its axis, EXPERT or TENSOR; there is no mesh for a size of 1.
         """
-        if expert == 1:
-            return None
-        axes = {REPLICATE: shape.replicate, OUTER: shape.shard // expert, EXPERT: expert}
-        return self._build_mesh(axes, shape.has_replicas)
+        meshes = {}
+        for inner, size in sizes.items():
+            if size > 1:
+                axes = {REPLICATE: shape.replicate, OUTER: shape.shard // size, inner: size}
+                meshes[inner] = self._build_mesh(axes, shape.has_replicas)
+        return meshes
 
     def _build_mesh(self, axes: dict[str, int], has_replicas: bool) -> DeviceMesh:
         if not has_replicas:
@@ -205,14 +215,14 @@ class World(Channel):
             # A mesh's groups do not inherit the timeout of the default group, but have torch's 30 minutes.
             _set_timeout(self.timeout, mesh.get_group(axis))
 
-    def create_context_group(self, num_ranks: int) -> str:
-        """Create this rank's context-parallel group of `num_ranks` consecutive ranks; return its name for `exchange`.
+    def create_context_group(self, num_ranks: int, stride: int) -> str:
+        """Create this rank's context-parallel group: `num_ranks` ranks, each `stride` after the one before.
 
-        Without a separate group, the messages of attention would queue behind FSDP's all-gathers.  All ranks must call
-        this.
+        Returns the name of the group for `exchange`.  Without a separate group, the messages of attention would queue
+        behind FSDP's all-gathers.  All ranks must call this.
         """
-        first = self.rank - self.rank % num_ranks
-        ranks = list(range(first, first + num_ranks))
+        first = self.rank - self.rank // stride % num_ranks * stride
+        ranks = list(range(first, first + num_ranks * stride, stride))
         group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True, group_desc=CONTEXT)
         return register_group(group, CONTEXT)
 

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from trainer.data.transfer import prefetch_to_device
-from trainer.distributed.exchange import gather_parts
 from trainer.distributed.world import World
 from trainer.hooks import Hook
-from trainer.sequence import current_slices
+from trainer.sequence import sum_over_slices
 
 BALANCE = "balance"
 """Key in a checkpoint for the state of `ExpertBalance`: the number of tokens routed to each expert in the last step
@@ -174,10 +173,8 @@ class Balance(nn.Module):
 
     def _sequence_loss(self, choices_LBE: torch.Tensor, loads: Sequence[Load]) -> torch.Tensor:
         probs_LBE = torch.stack([_require(load.probs) for load in loads])
-        slices = current_slices()
-        if slices is not None:
-            # The loss is linear in the probabilities, so each rank can use those of its own tokens.
-            choices_LBE = gather_parts(choices_LBE, slices.count, slices.group).sum(0)
+        # The loss is linear in the probabilities, so each rank can use those of its own tokens.
+        choices_LBE = sum_over_slices(choices_LBE)
         num_choices_LB1 = choices_LBE.sum(2, keepdim=True).clamp(min=1)
         return (self.num_experts * (choices_LBE / num_choices_LB1) * probs_LBE).sum()
 

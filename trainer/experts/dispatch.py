@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
+from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, scale_gradient, sum_parts
 
 GROUP_ATTRIBUTE = "expert_group"
 """Name of the attribute that holds the `ExpertGroup` of a module whose experts are divided among ranks."""
@@ -223,20 +223,3 @@ def _run_experts(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, 
     rows_RD = scale_gradient(rows_RD, float(group.size))
     out_RD: torch.Tensor = functional_call(experts, weights, (rows_RD, ends_L))
     return scale_gradient(out_RD, 1 / group.size)
-
-
-def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return `x`; the backward pass multiplies its gradient by `factor`."""
-    scaled: torch.Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
-    return scaled
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.factor, None

@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.distributed.exchange import register_group
-from trainer.distributed.world import EXPERT
+from trainer.distributed.world import EXPERT, name_of_group
 from trainer.errors import UserError
 from trainer.experts.dispatch import GROUP_ATTRIBUTE, Estimate, ExpertGroup
 from trainer.model_spec import ModelSpec, matches_pattern
@@ -51,7 +50,7 @@ def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -
     device, and the number of experts must be a multiple of the mesh's size.
     """
     size = mesh.size()
-    group = ExpertGroup(size, mesh.get_local_rank(), method, register_group(mesh.get_group(), EXPERT))
+    group = ExpertGroup(size, mesh.get_local_rank(), method, name_of_group(mesh))
     for module in modules:
         for owner in module.modules():
             for name, parameter in [*owner.named_parameters(recurse=False)]:

@@ -339,7 +339,7 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
     if mismatched or reports[0].order is None or not isinstance(loader, TrainLoader):
         return
     expected, first = loader.next_samples(all_ranks=True), 0
-    num_sharing = 1 if loader.slices is None else loader.slices.count
+    num_sharing = 1 if loader.slices is None else loader.slices.num_ranks
     reader: dict[int, int] = {}
     for rank, report in enumerate(reports):
         actual = report.samples if report.samples is not None else np.empty(0, dtype=np.int64)

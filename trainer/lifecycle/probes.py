@@ -1,4 +1,5 @@
-"""Checks before the first step that run the model: slices of sequences, packed documents, and divided experts.
+"""Checks before the first step that run the model: slices of sequences, shared matrices, packed documents, and divided
+experts.
 
 Each compares what the model computes on a few tokens with what must come out whatever its weights are.  So they work
 for any model, and find errors that no loss curve shows.  They change no values, and none checks a custom loader.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +33,7 @@ from trainer.loss import IGNORE, find_loss
 from trainer.model.documents import separate_documents
 from trainer.model.gradients import evaluation_mode, gradient_sync, reshard
 from trainer.model.parameters import local, local_box
-from trainer.sequence import current_slices, full_sequences, use_slices
+from trainer.sequence import context_slices, full_sequences, tensor_slices, use_slices
 
 _MAX_TOKENS = 32
 """Maximum number of test tokens per slice of a sequence, and per row for experts."""
@@ -46,6 +48,25 @@ def _first_tokens(loader: TrainLoader, num_tokens: int, world: World, slices: Sl
     batch = loader.first_tokens(num_tokens, slices)
     targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
     return {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items()}
+
+
+def _shortened(slices: Slices) -> Slices:
+    """Return slices of the same kind of a short sequence."""
+    return replace(slices, seq_len=min(slices.seq_len, _MAX_TOKENS * slices.num_ranks))
+
+
+def _whole_and_slices(world: World, loader: TrainLoader, slices: Slices) -> tuple[Batch, Batch]:
+    """Return the start of this rank's next sample, whole but with no other targets than this rank's; and its slices."""
+    full_batch, slice_batch = world.agreed(
+        lambda: (
+            _first_tokens(loader, slices.seq_len, world),
+            _first_tokens(loader, slices.seq_len, world, slices),
+        )
+    )
+    targets = torch.full_like(full_batch["targets"], IGNORE)
+    for start, stop in slices.own_pieces:
+        targets[:, start:stop] = full_batch["targets"][:, start:stop]
+    return {**full_batch, "targets": targets}, slice_batch
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -66,35 +87,97 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     The test input is the start of this rank's next sample; no gradients are computed.  A no-op without context
     parallelism.  Collectives: two forward passes, and a gather of two numbers.
     """
-    slices = current_slices()
+    slices = context_slices()
     if slices is None or not isinstance(loader, TrainLoader):
         return
-    slices = replace(slices, seq_len=min(slices.seq_len, _MAX_TOKENS * slices.count))
-    full_batch, slice_batch = world.agreed(
-        lambda: (
-            _first_tokens(loader, slices.seq_len, world),
-            _first_tokens(loader, slices.seq_len, world, slices),
-        )
-    )
-    targets = torch.full_like(full_batch["targets"], IGNORE)
-    for start, stop in slices.pieces:  # only those of this rank's slice
-        targets[:, start:stop] = full_batch["targets"][:, start:stop]
+    slices = _shortened(slices)
+    full_batch, slice_batch = _whole_and_slices(world, loader, slices)
     loss_of = find_loss(model)
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
         with use_slices(None):
-            expected = float(loss_of({**full_batch, "targets": targets}))
+            expected = float(loss_of(full_batch))
         with use_slices(slices):
             actual = float(loss_of(slice_batch))
     tolerance = _LOSS_TOLERANCE[config.fsdp.param_dtype]
-    for rank, (full_loss, slice_loss) in enumerate(world.gather((expected, actual))):
+    # Of the loss of a tensor-parallel group, each rank may return an equal share.
+    by_group = np.array(world.gather((expected, actual))).reshape(-1, slices.tensor_count, 2).sum(1)
+    for number, (full_loss, slice_loss) in enumerate(by_group.tolist()):
         if not abs(full_loss - slice_loss) <= tolerance * abs(full_loss):
             rule = (
                 f"model {config.spec.name!r} mixes or counts tokens outside trainer.sequence: the loss of "
-                f"rank {rank}'s part of {slices.seq_len} tokens is {full_loss:.8g} on full sequences and "
-                f"{slice_loss:.8g} on slices"
+                f"rank {number * slices.tensor_count}'s part of {slices.seq_len} tokens is {full_loss:.8g} on full "
+                f"sequences and {slice_loss:.8g} on slices"
             )
             raise setting_error("mesh.context", slices.count, rule, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tensor parallelism: every gradient must be that of whole layers
+
+
+_SPLIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+"""The largest difference of a parameter's gradients, as a fraction of their norm, by dtype.  It allows for a different
+order of summation, to which the gradients of queries and keys are sensitive while weights are fresh.  Mistakes are
+larger: a gradient that is lost, or counted twice, differs by its whole norm."""
+
+
+def check_tensor(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
+    """Raise UserError on all ranks if the gradients of split layers differ from those of whole layers.
+
+    A wrong plan (`ModelSpec.tensor`) may still run and train, as may a compiled layer that loses a gradient.
+
+    The test input is the start of this rank's next sample, with dropout disabled.  Whole layers run on full sequences,
+    with weights gathered from the tensor-parallel group, and are not compiled; split ones are, if the run's are.
+    Gradients are deleted afterwards.  A no-op without tensor parallelism.  Collectives: two forward and two backward
+    passes, and an all-reduce of two numbers per parameter.
+    """
+    slices = tensor_slices()
+    if slices is None or not isinstance(loader, TrainLoader):
+        return
+    slices = _shortened(slices)
+    full_batch, slice_batch = _whole_and_slices(world, loader, slices)
+    with use_slices(None), torch.compiler.set_stance("force_eager"):
+        expected = _gradients(model, full_batch, config)
+    with use_slices(slices):
+        actual = _gradients(model, slice_batch, config)
+    if compiles_blocks(config.train.compile, world.device.type):
+        torch.compiler.reset()  # otherwise the run's blocks would be compiled for sequences of any length
+    squares = [((actual[name] - whole).square().sum(), whole.square().sum()) for name, whole in expected.items()]
+    totals = world.sum_on_device(torch.tensor(squares, dtype=torch.float64, device=world.device))
+    tolerance = max(_SPLIT_TOLERANCE[dtype] for dtype in {config.fsdp.param_dtype, config.fsdp.reduce_dtype})
+    wrong = [
+        f"{name} by {math.sqrt(difference / whole) if whole else math.inf:.2g} of its norm"
+        for name, (difference, whole) in zip(expected, totals.tolist(), strict=True)
+        if not difference <= tolerance**2 * whole
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        rule = (
+            f"model {config.spec.name!r}: gradients of {slices.seq_len} tokens differ from those of whole layers: "
+            f"{', '.join(wrong[:3])}{more}; its plan (ModelSpec.tensor) does not fit its forward pass"
+        )
+        raise setting_error("mesh.tensor", slices.tensor_count, rule, 1)
+
+
+def _gradients(model: nn.Module, batch: Batch, config: RunConfig) -> dict[str, torch.Tensor]:
+    """Return this rank's parts of the gradients of a loss by parameter name, in host memory; zeros where it has none.
+
+    Collectives: a forward and a backward pass.
+    """
+    was_training = model.training
+    model.eval()
+    with gradient_sync(model, True, config.fsdp):
+        find_loss(model)(batch).backward()
+    model.train(was_training)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[name] = local(gradient.detach()).to("cpu", torch.float64)
+            parameter.grad = None
+    reshard(model)
+    return gradients
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
 from trainer.data.source import SourceSubset
 from trainer.data.stdlib import StdlibBuild, gzip_bits_per_byte
 from trainer.data.tokenizer import tokenizer_of
-from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, World
+from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, TENSOR, World
 from trainer.errors import UserError
 from trainer.experts import ADAPTERS
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
@@ -57,9 +57,10 @@ them equal to those in constraints.txt."""
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
     """Return the size of each axis of a run's mesh by name.  `replicate` comes first, with size 1 if the mesh lacks it.
 
-    The sizes of context-parallel and expert-parallel groups are added as `context` and `expert` if they are above 1.
+    The sizes of context-, tensor- and expert-parallel groups are added as `context`, `tensor` and `expert` if they are
+    above 1.
     """
-    groups = {CONTEXT: config.context, EXPERT: config.expert}
+    groups = {CONTEXT: config.context, TENSOR: config.tensor, EXPERT: config.expert}
     in_use = {name: size for name, size in groups.items() if size > 1}
     return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **in_use}
 
@@ -189,11 +190,12 @@ def _mesh_facts(trainer: Trainer) -> str:
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
     facts = " x ".join(f"{name} {size}" for name, size in axes)
     for name, size, method in (
-        (CONTEXT, config.context, config.mesh.context_method),
-        (EXPERT, config.expert, config.mesh.expert_method),
+        (CONTEXT, config.context, f" ({config.mesh.context_method})"),
+        (TENSOR, config.tensor, ""),
+        (EXPERT, config.expert, f" ({config.mesh.expert_method})"),
     ):
         if size > 1:
-            facts += f", {name} {size} ({method}) inside {SHARD}"
+            facts += f", {name} {size}{method} inside {SHARD}"
     interface = f", small messages by {world.interface}" if world.interface else ""
     return f"{facts} on {device_name(world.device)}{interface}"
 

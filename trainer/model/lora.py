@@ -125,7 +125,7 @@ class AdaptedLinear(nn.Module):
             is_conv = packed is None and not isinstance(self.base_layer, nn.Linear)
             weight = base_weight.t() if is_conv else base_weight
             output = _AdaptedMatmul.apply(flat, dropped, weight, packed, self.bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
-            return output.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+            return output.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
         base_output = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER_NAME](x.to(down.dtype)), down)
         # A single addmm instead of a matmul, a scaling and a sum over (..., out).

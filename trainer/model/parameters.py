@@ -103,7 +103,7 @@ def num_copies(tensor: torch.Tensor) -> int:
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     """Return the mesh whose ranks hold a parameter, sharded or replicated; None if only this process holds it.
 
-    For experts on a mesh whose shard axis is split in two, it is the mesh of the model's other parameters.
+    For parameters on a mesh whose shard axis is split in two, it is the mesh of the model's other parameters.
     """
     if not isinstance(parameter, DTensor):
         return _replicated_on.get(parameter)
@@ -159,7 +159,7 @@ def division_of(parameter: torch.Tensor) -> Division | None:
     if not rest:
         return Division(dim, parts, copies=num_copies(parameter))
     ((inner, num_ranks),) = rest
-    return Division(dim, parts, num_ranks) if inner.dim == 0 else None  # type: ignore[attr-defined]
+    return Division(dim, parts, num_ranks, inner.dim)  # type: ignore[attr-defined]
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.config.parallel import MAX_COPIES
 from trainer.config.schema import RunConfig
@@ -22,30 +22,37 @@ _MAX_PADDING = 1 / 8
 
 @dataclass(frozen=True)
 class Division:
-    """How a tensor is divided among `copies` x `parts` x `expert` ranks of the shard axis.
+    """How a tensor is divided among `copies` x `parts` x `group` ranks of the shard axis.
 
-    Dimension 0 is divided among the ranks of an expert group: `expert` consecutive ranks.  Then dimension
-    `dim` of each piece is divided among `parts` consecutive groups.  If `copies` is above 1, the tensor is a stack
-    (N, rows, columns) of fewer matrices than there are ranks, and every `parts` consecutive ranks hold all of it.
+    Dimension `group_dim` is divided among the ranks of an expert- or tensor-parallel group: `group` consecutive ranks.
+    Then dimension `dim` of each piece is divided among `parts` consecutive groups.  If `copies` is above 1, the tensor
+    is a stack (N, rows, columns) of fewer matrices than there are ranks, and every `parts` consecutive ranks hold all
+    of it.
     """
 
     dim: int = 0
     parts: int = 1
-    expert: int = 1
+    group: int = 1
+    group_dim: int = 0
     copies: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return the part that rank `rank` of the shard axis holds.  Dimensions are divided as in `torch.chunk`."""
-        group, expert_rank = divmod(rank, self.expert)
+        group, rank_in_group = divmod(rank, self.group)
         box = [(0, size) for size in shape] or [(0, 1)]
-        box[0] = chunk_of(box[0], expert_rank, self.expert)
+        box[self.group_dim] = chunk_of(box[self.group_dim], rank_in_group, self.group)
         box[self.dim] = chunk_of(box[self.dim], group % self.parts, self.parts)
         return tuple(box)
 
-    def gathered_numel(self, shape: Sequence[int]) -> int:
-        """Return the number of elements that a rank gathers, including padding that makes the shards equal in size."""
+    def unsharded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what the first rank of a group uses in computations: its part of the tensor."""
         sizes = list(shape) or [1]
-        sizes[0] //= self.expert
+        sizes[self.group_dim] = -(-sizes[self.group_dim] // self.group)
+        return tuple(sizes)
+
+    def gathered_numel(self, shape: Sequence[int]) -> int:
+        """Return the number of elements that this rank gathers, including padding to shards of equal size."""
+        sizes = list(self.unsharded_shape(shape))
         sizes[self.dim] = -(-sizes[self.dim] // self.parts) * self.parts
         return math.prod(sizes)
 
@@ -84,19 +91,24 @@ def choose_copies(shape: Sequence[int], parts: int, num_dims: int) -> int:
 
 def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> bool:
     """Return whether the parts of all ranks have equal sizes, as expert parallelism requires."""
-    division = divide(shape, shard, expert, num_dims)
+    division = divide(shape, shard, expert, 0, num_dims)
     return math.prod(shape) == division.gathered_numel(shape) * expert
 
 
-def divide(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> Division:
-    """Return the division of a parameter of `shape` among `shard` ranks, in expert groups of `expert` ranks."""
-    parts = shard // expert
-    if expert == 1:
+def divide(shape: Sequence[int], shard: int, group: int, group_dim: int, num_dims: int) -> Division:
+    """Return the division of a parameter of `shape` among `shard` ranks.
+
+    group: number of consecutive ranks that first divide its dimension `group_dim`; 1 if none do.
+    """
+    parts = shard // group
+    if group == 1:
         copies = choose_copies(shape, parts, num_dims)
         if copies > 1:
             return Division(0, parts // copies, copies=copies)
         return Division(choose_dim(shape, parts, num_dims), parts)
-    return Division(choose_dim((shape[0] // expert, *shape[1:]), parts, num_dims, max_padding=0), parts, expert)
+    undivided = Division(parts=parts, group=group, group_dim=group_dim)
+    dim = choose_dim(undivided.unsharded_shape(shape), parts, num_dims, max_padding=0)
+    return replace(undivided, dim=dim)
 
 
 def num_dims_to_divide(shape: Sequence[int], config: RunConfig, reshard: bool | int) -> int:

@@ -5,9 +5,10 @@ Only this module calls `fully_shard`.  The training step does not depend on how 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from trainer.config.parallel import find_slices, nearest_divisor
 from trainer.config.requirements import compiles_blocks
 from trainer.config.rules import budget_of, offloaded_fraction
 from trainer.config.schema import AUTO, FsdpSection, Resharding, RunConfig
-from trainer.distributed.world import EXPERT, OUTER, REPLICATE, make_copy_mesh
+from trainer.distributed.world import EXPERT, OUTER, REPLICATE, TENSOR, make_copy_mesh, name_of_group
 from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
@@ -37,6 +38,7 @@ from trainer.model.offload import ActivationOffload
 from trainer.model.parameters import record_copies, record_split_mesh
 from trainer.model.placement import Division, divide, divides_evenly, num_dims_to_divide
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_expensive_operators, save_only
+from trainer.model.tensor import TensorGroup, split_model
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.model_spec import ModelSpec
 from trainer.sequence import use_slices
@@ -47,7 +49,7 @@ def apply_sharding(
     spec: ModelSpec,
     config: RunConfig,
     mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None = None,
+    split_meshes: Mapping[str, DeviceMesh] | None = None,
     copy_mesh: Callable[[DeviceMesh, int], DeviceMesh] = make_copy_mesh,
 ) -> list[ShardUnit]:
     """Apply the block settings to `model`, then shard it: innermost units first, the root last.  Works in place.
@@ -57,8 +59,9 @@ def apply_sharding(
     of padding, on another dimension (`placement.divide`).  A stack with fewer matrices than there are ranks is sharded
     on the mesh that `copy_mesh` returns for `mesh` and the number of its matrices.  On the meta device nothing is
     allocated.  If `is_unsharded` returns True, the model keeps plain parameters; call
-    `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh`, the experts' parameters are
-    sharded on that mesh.  Returns the units, in the order of `find_units`.
+    `trainer.model.gradients.replicate` once they have values.  `split_meshes` holds the meshes for `mesh.expert` and
+    `mesh.tensor` (`World.build_split_meshes`), on which experts and divided matrices are sharded.  Returns the units,
+    in the order of `find_units`.
 
     Raises UserError for settings that the model, the device or the version of torch does not support.  Collective only
     if process groups are created: one set for each number of ranks to reshard to, shared by all units; one set for each
@@ -91,12 +94,19 @@ def apply_sharding(
     if is_unsharded(config, mesh.size(mesh.ndim - 1)):
         _cast_at_boundaries(model, units, config)
     else:
-        if expert_mesh is not None:
-            # Turns the experts' parameters into DTensors on the expert axis; `fully_shard` then shards them further.
+        # Turns parameters into DTensors on the inner axis of a split mesh; `fully_shard` then shards them further.
+        split_meshes = split_meshes or {}
+        for split_mesh in split_meshes.values():
+            record_split_mesh(split_mesh, mesh)
+        if EXPERT in split_meshes:
             check_experts(model, spec, units, config, mesh.size(mesh.ndim - 1))
-            shard_experts([*find_experts(model, spec).values()], expert_mesh[EXPERT], config.mesh.expert_method)
-            record_split_mesh(expert_mesh, mesh)
-        _shard(model, units, reshard, config, mesh, expert_mesh, copy_mesh)
+            expert_axis = split_meshes[EXPERT][EXPERT]
+            shard_experts([*find_experts(model, spec).values()], expert_axis, config.mesh.expert_method)
+        if TENSOR in split_meshes:
+            tensor_axis = split_meshes[TENSOR][TENSOR]
+            group = TensorGroup(config.tensor, tensor_axis.get_local_rank(), name_of_group(tensor_axis))
+            split_model(model, spec, group, tensor_axis)
+        _shard(model, units, reshard, config, mesh, split_meshes, copy_mesh)
     return units
 
 
@@ -149,7 +159,7 @@ def _shard(
     reshard: Sequence[bool | int],
     config: RunConfig,
     mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None,
+    split_meshes: Mapping[str, DeviceMesh],
     copy_mesh: Callable[[DeviceMesh, int], DeviceMesh],
 ) -> None:
     """Call `fully_shard` on the units, innermost first, then on the model itself."""
@@ -158,24 +168,30 @@ def _shard(
             f"needs torch 2.13 to be sharded: earlier versions of FSDP cannot keep bytes; this is {torch.__version__}"
         )
         raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
-    if expert_mesh is not None and TorchVersion(torch.__version__) < "2.12":
-        rule = f"needs torch 2.12: earlier versions of FSDP support only one mesh per unit; this is {torch.__version__}"
-        raise setting_error("mesh.expert", config.expert, rule, 1)
+    for axis in split_meshes:
+        if TorchVersion(torch.__version__) < "2.12":
+            value = getattr(config, axis)
+            rule = f"needs torch 2.12: earlier versions of FSDP support one mesh per unit; this is {torch.__version__}"
+            raise setting_error(f"mesh.{axis}", value, rule, 1)
     policy = _precision_policies(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     num_shards = mesh.size(mesh.ndim - 1)
 
-    # FSDP's description of the axes on which it shards experts; all of their parameters must share one object.
-    expert_mesh_info: Any = None
-    if expert_mesh is not None and expert_mesh.ndim == 2:
-        expert_mesh_info = fsdp_common.FSDPMeshInfo(expert_mesh[OUTER], shard_mesh_dim=0)
-    elif expert_mesh is not None:
-        replicated = expert_mesh[REPLICATE, OUTER]
-        expert_mesh_info = fsdp_common.HSDPMeshInfo(replicated, shard_mesh_dim=1, replicate_mesh_dim=0)
+    # FSDP's descriptions of the axes on which it shards divided parameters; those of one kind must share one object.
+    split_mesh_infos: dict[str, Any] = {}
+    for axis, split_mesh in split_meshes.items():
+        if split_mesh.ndim == 2:
+            split_mesh_infos[axis] = fsdp_common.FSDPMeshInfo(split_mesh[OUTER], shard_mesh_dim=0)
+        else:
+            replicated = split_mesh[REPLICATE, OUTER]
+            split_mesh_infos[axis] = fsdp_common.HSDPMeshInfo(replicated, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def division(after_forward: bool | int, parameter: nn.Parameter) -> Division:
         num_dims = num_dims_to_divide(parameter.shape, config, after_forward)
-        return divide(parameter.shape, num_shards, config.expert if isinstance(parameter, DTensor) else 1, num_dims)
+        if not isinstance(parameter, DTensor):
+            return divide(parameter.shape, num_shards, 1, 0, num_dims)
+        (placed,) = parameter.placements
+        return divide(parameter.shape, num_shards, parameter.device_mesh.size(), placed.dim, num_dims)  # type: ignore[attr-defined]
 
     @functools.cache
     def copies_info(num_parts: int) -> Any:
@@ -190,9 +206,9 @@ def _shard(
     def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
         chosen = division(after_forward, parameter)
         placed = Shard(chosen.dim)
-        if isinstance(parameter, DTensor):  # an expert
-            assert expert_mesh_info is not None
-            return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
+        if isinstance(parameter, DTensor):  # already divided, on the one axis that its mesh has
+            (axis,) = parameter.device_mesh.mesh_dim_names or ()
+            return fsdp_common.ShardPlacementResult(placed, split_mesh_infos[axis])
         if chosen.copies > 1:
             mesh_info = copies_info(chosen.parts)
             return fsdp_common.ShardPlacementResult(placed, mesh_info)
@@ -318,8 +334,12 @@ def operators_to_save(
     budget = budget_of(setting)
     if budget is None:
         return []
-    shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len // config.context)
+    shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len // config.ranks_per_sample)
     dtype = getattr(torch, config.fsdp.param_dtype)
+    if config.tensor > 1:
+        model = copy.deepcopy(model)
+        blocks = find_blocks(model, config.spec)
+        split_model(model, config.spec, TensorGroup(config.tensor, rank=0, name=""), mesh=None)
     try:
         with use_slices(find_slices(config, rank=0)):
             return choose_saved_operators(model, blocks, shape, dtype, budget)

@@ -152,7 +152,7 @@ def _optimizer_s(trace: Trace, layout: Layout, rates: Rates) -> float:
     seconds = 0.0
     for p in (p for unit in trace.units for p in unit.parameters if p.is_trained):
         division = layout.division(p)
-        numel = p.numel / (division.parts * division.expert)
+        numel = p.numel / (division.parts * division.group)
         seconds += 2 * numel * p.element_size / rates.memory
         seconds += numel * (3 * p.element_size + 2 * p.num_moments * p.moment_size) / rates.optimizer
         if layout.has_average:

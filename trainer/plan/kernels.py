@@ -20,12 +20,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
-from trainer.distributed.world import EXPERT
+from trainer.distributed.world import EXPERT, TENSOR
 from trainer.experts import TORCH_GROUPED_MM
 from trainer.loss import use_gpu_chunks
 from trainer.sequence import attention
 
 aten = torch.ops.aten
+
+GroupAxis = Literal["context", "tensor", "expert"]
+"""The groups of ranks that communicate inside a forward pass."""
 
 
 class Work(NamedTuple):
@@ -41,7 +44,7 @@ class Work(NamedTuple):
     num_bytes: int
     element_size: int
     """Bytes per element of the output, or 1 for a float8 matmul; the speed of a matmul depends on it."""
-    axis: Literal["context", "expert"] = "context"
+    axis: GroupAxis = "context"
     """For a collective: the group of ranks that it runs in."""
 
     @property
@@ -58,7 +61,7 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
     torch.ops.meshtrainer.exchange_parts.default: "all_to_all",
     torch.ops.meshtrainer.exchange_rows.default: "all_to_all",
 }
-"""Operators that are collectives among the ranks of a context-parallel or expert-parallel group."""
+"""Operators that are collectives among the ranks of a context-, tensor- or expert-parallel group."""
 
 _GROUPED_MATMULS = {
     torch.ops.meshtrainer.grouped_mm,
@@ -95,8 +98,8 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)]
     if func in COLLECTIVES:
-        axis: Literal["context", "expert"] = "expert" if args[-1] == EXPERT else "context"
-        return Work(COLLECTIVES[func], 0, max(sizes), outputs[0].element_size(), axis)
+        axes: dict[str, GroupAxis] = {EXPERT: "expert", TENSOR: "tensor"}
+        return Work(COLLECTIVES[func], 0, max(sizes), outputs[0].element_size(), axes.get(args[-1], "context"))
     num_bytes = sum(sizes)
     packet = func.overloadpacket
     if packet in _ATTENTION:

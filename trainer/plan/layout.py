@@ -11,8 +11,8 @@ from trainer.config.teacher import teacher_config
 from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.placement import Division, divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
+from trainer.plan.kernels import GroupAxis
 from trainer.plan.muon import MuonUpdate
-from trainer.plan.rates import Axis
 from trainer.plan.trace import ParameterInfo, Trace
 
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -61,6 +61,8 @@ class Layout:
     """Whether gradients are reduced after each micro-batch (`fsdp.accumulate=sharded`)."""
     context: int = 1
     """Number of ranks in the shard axis that hold slices of the same sequences."""
+    tensor: int = 1
+    """Number of ranks in the shard axis that share each layer's matrices."""
     expert: int = 1
     """Number of ranks in the shard axis among which the experts are divided."""
     reshard_after_backward: bool = True
@@ -77,9 +79,9 @@ class Layout:
     def num_ranks(self) -> int:
         return self.replicate * self.shard
 
-    def group_size(self, axis: Axis) -> int:
-        """Return the number of ranks that exchange slices of sequences, or tokens of experts."""
-        return self.context if axis == "context" else self.expert
+    def group_size(self, axis: GroupAxis) -> int:
+        """Return the number of ranks in a group that communicates inside the forward pass."""
+        return {"context": self.context, "tensor": self.tensor, "expert": self.expert}[axis]
 
     def division(self, parameter: ParameterInfo) -> Division:
         """Return how a parameter is divided among the ranks of the shard axis."""
@@ -98,7 +100,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length:
         parameter.name: divide(
             parameter.shape,
             mesh.shard,
-            config.expert if parameter.is_expert else 1,
+            *_group_of(parameter, config),
             num_dims_to_divide(parameter.shape, config, after_forward),
         )
         for unit, after_forward in zip(trace.units, (*reshard, True), strict=True)
@@ -118,6 +120,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length:
         has_reference_model=config.has_reference_model,
         teacher=teacher_of(config, mesh.shard, attended_length),
         context=config.context,
+        tensor=config.tensor,
         expert=config.expert,
         has_average=config.train.ema > 0,
         prefetch_forward=fsdp.prefetch_forward,
@@ -133,6 +136,15 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length:
     )
 
 
+def _group_of(parameter: ParameterInfo, config: RunConfig) -> tuple[int, int]:
+    """Return the number of consecutive ranks that first divide a parameter, and the dimension that they divide."""
+    if parameter.is_expert:
+        return config.expert, 0
+    if parameter.tensor_dim is not None:
+        return config.tensor, parameter.tensor_dim
+    return 1, 0
+
+
 def teacher_of(config: RunConfig, num_shards: int, attended_length: float | None = None) -> Teacher | None:
     """Return a distillation teacher's memory and FLOPs on one rank, or None without a teacher.
 
@@ -144,6 +156,6 @@ def teacher_of(config: RunConfig, num_shards: int, attended_length: float | None
     model = build_network(teacher)
     shard_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
     output_numel = max(p.numel() for p in model.parameters() if p.shape[:1] == (teacher.vocab_size,))
-    tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.context
+    tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.ranks_per_sample
     flops = training_flops_per_token(teacher, model, attended_length or config.data.seq_len) / 3 * tokens
     return Teacher(shard_bytes + output_numel * _SIZES[config.fsdp.param_dtype], flops)

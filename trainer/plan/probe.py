@@ -24,6 +24,7 @@ from trainer.config.parallel import find_slices
 from trainer.config.requirements import compiles_when_planned
 from trainer.config.schema import RunConfig
 from trainer.data.opening import open_source
+from trainer.distributed.world import TENSOR
 from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import Balance, Estimate, fake_tensors, find_balance, find_experts, simulate_expert_group
 from trainer.loss import find_loss, loss_mode
@@ -33,6 +34,7 @@ from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
 from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, operators_to_save
+from trainer.model.tensor import TensorGroup, split_model, split_parameters
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.optim.groups import assign, block_rows
 from trainer.optim.optimizer import optimizer_state_sizes
@@ -125,7 +127,7 @@ class Probe:
 
     def _batch(self, micro_batch_size: int) -> dict[str, torch.Tensor]:
         config = self.config
-        shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.context)
+        shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.ranks_per_sample)
         return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, offload_fraction: float, shortens: bool) -> Trace:
@@ -141,6 +143,8 @@ class Probe:
         if config.expert > 1:
             experts = find_experts(model, config.spec).values()
             estimate = simulate_expert_group([*experts], config.expert, config.mesh.expert_method, self._imbalance)
+        if config.tensor > 1:
+            split_model(model, config.spec, TensorGroup(config.tensor, rank=0, name=TENSOR), mesh=None)
         if is_gpu:  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
             use_gpu_kernels(model)
         is_compiled = is_gpu and compiles_when_planned(config.train.compile, self.device_type)
@@ -153,6 +157,8 @@ class Probe:
         # Compiled blocks recompute cheap operators, whatever the setting.
         train = replace(config.train, activation_checkpoint="selective" if is_compiled else checkpointing)
         slices = find_slices(replace(config, train=train), rank=0)
+        if slices is not None:
+            slices = replace(slices, tensor_group=TENSOR)
         compute_dtype = getattr(torch, config.fsdp.param_dtype)
         buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
         with warnings.catch_warnings(), fake_tensors():
@@ -326,6 +332,7 @@ def _parameter_infos(model: nn.Module, config: RunConfig) -> dict[int, Parameter
     rows_of = block_rows(model, config.spec.blocks)
     experts = find_experts(model, config.spec).values()
     expert_parameters = {id(parameter) for module in experts for parameter in module.parameters()}
+    tensor_dims = split_parameters(model, config.spec, config.tensor) if config.tensor > 1 else {}
     quantized_weights = num_weights(model)
     infos: dict[int, ParameterInfo] = {}
     for name, parameter in model.named_parameters():
@@ -340,6 +347,7 @@ def _parameter_infos(model: nn.Module, config: RunConfig) -> dict[int, Parameter
             moment_size=moment_size,
             muon_blocks=rows_of.get(key, ()) if key in trained_by_muon else None,
             is_expert=key in expert_parameters,
+            tensor_dim=tensor_dims.get(name),
             num_quantized_weights=0 if parameter.is_floating_point() else quantized_weights[key],
         )
     return infos

@@ -11,7 +11,7 @@ from trainer.plan.kernels import Work
 if TYPE_CHECKING:
     from trainer.plan.layout import Layout
 
-Axis = Literal["shard", "replicate", "reshard", "outer", "copy", "context", "expert", "world"]
+Axis = Literal["shard", "replicate", "reshard", "outer", "copy", "context", "tensor", "expert", "world"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
@@ -70,7 +70,9 @@ class Rates:
         ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
         """
         apart = layout.num_ranks // num_ranks
-        stride = {"replicate": apart, "copy": apart, "outer": layout.expert}.get(axis, 1)
+        # Consecutive ranks of the outer axis are apart by the size of the groups inside it.
+        inside = layout.shard // num_ranks if axis == "outer" else 1
+        stride = {"replicate": apart, "copy": apart, "outer": inside, "context": layout.tensor}.get(axis, 1)
         per_node = max(1, min(num_ranks, self.ranks_per_node // stride))
         num_nodes = -(-num_ranks // per_node)
         rounds = 2 if operation == "all_reduce" else 1

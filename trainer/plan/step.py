@@ -19,6 +19,7 @@ The rank is rank 0, which has the largest shards.  tests/plan/test_plan.py compa
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,15 +32,15 @@ from trainer.plan.trace import Event, ParameterInfo, Trace, UnitInfo
 
 
 class Part:
-    """The parameters of a unit that one collective gathers: its divided experts, or all others.  Sizes are in bytes."""
+    """The parameters of a unit that one collective gathers: those of one mesh.  Sizes are in bytes."""
 
     def __init__(
         self, info: UnitInfo, reshard: bool | int, parameters: Sequence[ParameterInfo], layout: Layout
     ) -> None:
         division = layout.division(parameters[0])
-        self.axis: Axis = "outer" if division.expert > 1 else "shard"
+        self.axis: Axis = "outer" if division.group > 1 else "shard"
         self.num_ranks = division.parts
-        self.num_copies = layout.num_ranks // (division.parts * division.expert)
+        self.num_copies = layout.num_ranks // (division.parts * division.group)
         """Number of ranks that hold the same shards: the replicas, or more."""
         self.copy_axis: Axis = "replicate" if self.num_copies == layout.replicate else "copy"
         self.reshard = reshard
@@ -88,7 +89,7 @@ class Part:
             if division.dim:
                 self.rearranged_bytes += padded * element_size
             if parameter.is_trained:
-                numel = parameter.numel // division.expert
+                numel = math.prod(division.unsharded_shape(parameter.shape))
                 self.gradients += numel * layout.param_size
                 self.each_accumulated.append(numel * layout.reduce_size)
                 if division.dim:
@@ -103,7 +104,7 @@ def _parts_of(info: UnitInfo, reshard: bool | int, layout: Layout) -> Iterator[P
     by_ranks: dict[tuple[int, int], list[ParameterInfo]] = {}
     for parameter in info.parameters:
         division = layout.division(parameter)
-        by_ranks.setdefault((division.expert, division.parts), []).append(parameter)
+        by_ranks.setdefault((division.group, division.parts), []).append(parameter)
     for parameters in by_ranks.values():
         yield Part(info, reshard, parameters, layout)
 

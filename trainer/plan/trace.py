@@ -50,6 +50,8 @@ class ParameterInfo:
     Empty if Muon orthogonalizes the parameter's matrices whole; None if Muon does not train the parameter."""
     is_expert: bool = False
     """Whether it holds expert weights, which expert parallelism may divide among ranks (`ModelSpec.experts`)."""
+    tensor_dim: int | None = None
+    """The dimension along which tensor parallelism divides it; None if it does not."""
     num_quantized_weights: int = 0
     """Number of weights in a quantized parameter, which is stored and gathered as packed bytes; 0 for any other."""
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trainer.config.parallel import Slices
 from trainer.distributed.exchange import exchange_parts, gather_parts
-from trainer.errors import UserError, setting_error
+from trainer.errors import setting_error
 from trainer.sequence.row_layout import Documents
 
 KERNELS = (
@@ -310,12 +310,6 @@ def attend_slices(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Return causal attention of a slice's tokens within their sequence, or within their documents: (B, N, t, H)."""
-    if q_BNtH.shape[2] != slices.num_tokens:
-        raise UserError(
-            f"attention got {q_BNtH.shape[2]} tokens, but a slice of data.seq_len={slices.seq_len} has "
-            f"{slices.num_tokens} on each of mesh.context={slices.count} ranks\n"
-            "  for a full sequence outside training: with trainer.sequence.full_sequences():"
-        )
     attend = _attend_by_heads if slices.method == "heads" else _attend_gathered
     return attend(slices, q_BNtH, k_BKtH, v_BKtH, documents, options)
 

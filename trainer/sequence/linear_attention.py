@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from trainer.config.parallel import Slices
 from trainer.distributed.exchange import gather_parts
 from trainer.sequence.chunk_states import chunk_states, last_state
-from trainer.sequence.row_layout import Cache, Documents, current_slices
+from trainer.sequence.row_layout import Cache, Documents, context_slices
 
 _CHUNK_TOKENS = 64
 """Number of tokens to process at once with matmuls; the state is computed only between chunks."""
@@ -46,7 +46,7 @@ def causal_convolution(
         x_BTD = torch.cat((before_BTD, x_BTD), 1)
         documents.keep(x_BTD[:, x_BTD.shape[1] - num_before :])
         return _convolve(x_BTD, weight_DW)
-    slices = current_slices()
+    slices = context_slices()
     if slices is None:
         x_BTD = F.pad(x_BTD, (0, 0, num_before, 0))
         return _convolve(x_BTD, weight_DW, None if documents is None else documents.positions_BT)
@@ -103,7 +103,7 @@ def gated_delta_rule(
         chunks = _prepare_chunks(*inputs, is_first_BT=None)
         out_BTNE, state_BNHE = _read_chunks(chunks, zeros_BNHE if stored is None else stored[0])
         documents.keep(state_BNHE)
-    elif (slices := current_slices()) is None:
+    elif (slices := context_slices()) is None:
         is_first_BT = None if documents is None else documents.positions_BT == 0
         out_BTNE, _ = _read_chunks(_prepare_chunks(*inputs, is_first_BT=is_first_BT), zeros_BNHE)
     else:

@@ -1,4 +1,4 @@
-"""The layout of a batch's rows: slices under context parallelism, packed documents, and the generation cache.
+"""The layout of a batch's rows: slices for context and tensor parallelism, packed documents, and the generation cache.
 
 Also lets a caller declare that it needs only the logits of each row's last token (`last_logits_only`).
 
@@ -19,10 +19,11 @@ import torch.nn.functional as F
 
 from trainer.config.parallel import Slices, find_slices
 from trainer.config.schema import RunConfig
+from trainer.distributed.exchange import gather_parts, sum_parts
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------
-# Sequence slices: the inputs to models under context parallelism
+# Sequence slices: the tokens that a rank holds under context and tensor parallelism
 
 _current_slices: Slices | None = None
 """The slices that models are called with; None if they are called with full sequences.
@@ -35,15 +36,29 @@ def current_slices() -> Slices | None:
     return _current_slices
 
 
-def enable_slices(config: RunConfig, world: World) -> None:
-    """From now on, treat model inputs as slices of sequences if `mesh.context` is above 1.
+def context_slices() -> Slices | None:
+    """Return the current slices if context parallelism splits the sequences that attention layers see; else None."""
+    return None if _current_slices is None or _current_slices.count == 1 else _current_slices
 
-    In that case, also create the process group of the ranks that share a sequence; this is a collective operation.
+
+def tensor_slices() -> Slices | None:
+    """Return the current slices if a tensor-parallel group shares them; else None."""
+    return None if _current_slices is None or _current_slices.tensor_count == 1 else _current_slices
+
+
+def enable_slices(config: RunConfig, world: World, tensor_group: str = "") -> None:
+    """From now on, treat model inputs as slices of sequences if `mesh.context` or `mesh.tensor` is above 1.
+
+    With context parallelism, also create the process group of the ranks with slices of the same sequences; this is a
+    collective operation.
+
+    tensor_group: the name of the tensor-parallel process group, if there is one.
     """
     global _current_slices
-    _current_slices = find_slices(config, world.rank)
-    if _current_slices is not None:
-        _current_slices = replace(_current_slices, group=world.create_context_group(_current_slices.count))
+    slices = find_slices(config, world.rank)
+    if slices is not None and slices.count > 1:
+        slices = replace(slices, group=world.create_context_group(slices.count, slices.tensor_count))
+    _current_slices = None if slices is None else replace(slices, tensor_group=tensor_group)
 
 
 def disable_slices() -> None:
@@ -66,6 +81,59 @@ def use_slices(slices: Slices | None) -> Iterator[None]:
 def full_sequences() -> AbstractContextManager[None]:
     """Treat model inputs inside the block as full sequences, even if training uses slices."""
     return use_slices(None)
+
+
+def gather_tokens(part: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the tokens of all ranks of the tensor-parallel group, in order, along the dimension `dim`.
+
+    One all-gather; in the backward pass, one reduce-scatter.  Without tensor parallelism, returns `part` itself.
+    """
+    slices = tensor_slices()
+    if slices is None:
+        return part
+    return torch.cat(gather_parts(part, slices.tensor_count, slices.tensor_group).unbind(), dim)
+
+
+def sum_tokens(partial: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum a tensor over the tensor-parallel group, and return this rank's tokens, along the dimension `dim`.
+
+    One reduce-scatter; in the backward pass, one all-gather.  Without tensor parallelism, returns `partial` itself.
+    """
+    slices = tensor_slices()
+    if slices is None:
+        return partial
+    return sum_parts(torch.stack(partial.chunk(slices.tensor_count, dim)), slices.tensor_group)
+
+
+def own_tokens(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return this rank's tokens of a tensor with all tokens of the tensor-parallel group along the dimension `dim`.
+
+    Without tensor parallelism, returns `tensor` itself.
+    """
+    slices = tensor_slices()
+    return tensor if slices is None else tensor.chunk(slices.tensor_count, dim)[slices.tensor_number]
+
+
+def own_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return this rank's `num_rows` rows of a tensor that has some for each rank of the tensor-parallel group.
+
+    If it has only `num_rows` rows, returns `tensor` itself.
+    """
+    slices = tensor_slices()
+    if slices is None or tensor.shape[0] == num_rows:
+        return tensor
+    return tensor[slices.tensor_number * num_rows : (slices.tensor_number + 1) * num_rows]
+
+
+def sum_over_slices(part: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks that share its sequences.  At most two all-gathers; no gradient."""
+    slices = current_slices()
+    total = part.detach()
+    if slices is not None and slices.count > 1:
+        total = gather_parts(total, slices.count, slices.group).sum(0)
+    if slices is not None and slices.tensor_count > 1:
+        total = gather_parts(total, slices.tensor_count, slices.tensor_group).sum(0)
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -116,7 +184,7 @@ class Documents:
         """
         if documents_BT is None or isinstance(documents_BT, Cache):
             return documents_BT
-        documents, slices = cls(documents_BT, cu_seqlens), current_slices()
+        documents, slices = cls(documents_BT, cu_seqlens), context_slices()
         if slices is not None and slices.method == "gather":
             documents.pieces = [documents.up_to(stop, stop - start) for start, stop in slices.pieces]
         return documents
