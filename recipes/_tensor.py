@@ -30,8 +30,8 @@ DENSE = {**ATTENTION, **FEED_FORWARD}
 """The plan of a decoder with SwiGLU feed-forward layers."""
 
 MOE: dict[str, TensorStyle] = {"layers.*.moe": "sequence"}
-"""The plan of layers with experts.  Each token chooses its experts by itself; its rank computes them, or sends it to the
-ranks that hold them (`mesh.expert`)."""
+"""The plan of layers with experts.  Each token chooses its experts by itself; its rank computes them, or sends it
+to the ranks that hold them (`mesh.expert`)."""
 
 EXPERTS = {**ATTENTION, **MOE}
 """The plan of a decoder with experts."""

@@ -322,7 +322,7 @@ def _statistics(logits_nV: torch.Tensor, index_n: torch.Tensor) -> tuple[torch.T
 
 
 def _kernels(logits_nV: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return `_statistics` and `_write_gradient`, compiled on a GPU; when planning, stand-ins that need their memory."""
+    """Return `_statistics` and `_write_gradient`, compiled on a GPU; in the planner, functions with equal memory."""
     if _uses_gpu_chunks.get():
         return lambda logits, index: (logits.sum(1, dtype=torch.float32),) * 2, lambda logits, *_: logits.zero_()
     if logits_nV.device.type == "cuda" and can_compile("cuda"):
