@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from trainer.model.offload import ActivationOffload
 from trainer.model.parameters import record_copies, record_split_mesh
 from trainer.model.placement import Division, divide, divides_evenly, num_dims_to_divide
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_expensive_operators, save_only
-from trainer.model.tensor import TensorGroup, split_model
+from trainer.model.tensor import TensorGroup, check_plan, split_model
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.model_spec import ModelSpec
 from trainer.sequence import use_slices
@@ -103,6 +104,9 @@ def apply_sharding(
             expert_axis = split_meshes[EXPERT][EXPERT]
             shard_experts([*find_experts(model, spec).values()], expert_axis, config.mesh.expert_method)
         if TENSOR in split_meshes:
+            slices = find_slices(config, rank=0)
+            assert slices is not None
+            check_plan(model, spec, replace(slices, seq_len=4 * slices.num_ranks))
             tensor_axis = split_meshes[TENSOR][TENSOR]
             group = TensorGroup(config.tensor, tensor_axis.get_local_rank(), name_of_group(tensor_axis))
             split_model(model, spec, group, tensor_axis)

@@ -28,6 +28,7 @@ divided between layers).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -40,15 +41,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
-from trainer.config.parallel import nearest_divisor
+from trainer.config.parallel import Slices, nearest_divisor
 from trainer.distributed.exchange import gather_parts, scale_gradient
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import ADAPTER_NAME
-from trainer.loss import VocabularyPart, is_loss_replaced, split_vocabulary
+from trainer.loss import VocabularyPart, find_loss, is_loss_replaced, split_vocabulary
 from trainer.model.lora import AdaptedLinear
 from trainer.model.placement import chunk_of
 from trainer.model_spec import ModelSpec, TensorStyle, matches_pattern
-from trainer.sequence import gather_tokens, sum_tokens, tensor_slices
+from trainer.sequence import gather_tokens, sum_tokens, tensor_slices, use_slices
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,31 @@ def split_model(model: nn.Module, spec: ModelSpec, group: TensorGroup, mesh: Dev
             weights = _Weights.of(module, name, style, spec, group)
             weights.divide(mesh, divided)
             module.forward = _FORWARD[style](_Layer(module), weights)  # type: ignore[method-assign]
+
+
+def check_plan(model: nn.Module, spec: ModelSpec, slices: Slices) -> None:
+    """Raise UserError if `model`, on the meta device, runs on whole sequences but not on `slices` as its plan says.
+
+    Finds plans that lead to wrong shapes; `trainer.lifecycle.probes.check_tensor` finds wrong results.
+    """
+    split = copy.deepcopy(model)
+    split_model(split, spec, TensorGroup(slices.tensor_count, rank=0, name=""), mesh=None)
+    try:
+        _run_on_meta(split, slices)
+    except Exception as error:  # raised by the model's code
+        try:
+            _run_on_meta(model, None)
+        except Exception:  # not because of the plan
+            return
+        rule = f"model {spec.name!r} does not run with its plan (ModelSpec.tensor): {reason_of(error)}"
+        raise setting_error("mesh.tensor", slices.tensor_count, rule, 1) from error
+
+
+def _run_on_meta(model: nn.Module, slices: Slices | None) -> None:
+    num_tokens = 4 if slices is None else slices.seq_len // slices.num_ranks
+    batch = {name: torch.zeros(1, num_tokens, dtype=torch.int64, device="meta") for name in ("tokens", "targets")}
+    with torch.no_grad(), torch.device("meta"), use_slices(slices):
+        find_loss(model)(batch)
 
 
 def split_parameters(model: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, int]:
