@@ -64,30 +64,36 @@ def test_copies_of_a_stack_of_few_matrices(shape: tuple[int, ...], parts: int, n
 
 
 @pytest.mark.parametrize(
-    ("shape", "shard", "expert"),
+    ("shape", "shard", "group", "group_dim"),
     [
-        ((2, 6, 4), 4, 1),
-        ((6, 8, 4), 4, 1),
-        ((8, 3, 4), 4, 2),
-        ((2, 3, 8), 8, 2),
-        ((5, 3), 4, 1),
-        ((4, 6, 5), 6, 2),
-        ((8, 5), 8, 8),
+        ((2, 6, 4), 4, 1, 0),
+        ((6, 8, 4), 4, 1, 0),
+        ((8, 3, 4), 4, 2, 0),
+        ((2, 3, 8), 8, 2, 0),
+        ((5, 3), 4, 1, 0),
+        ((4, 6, 5), 6, 2, 0),
+        ((8, 5), 8, 8, 0),
+        ((6, 8), 4, 2, 1),
+        ((5, 6), 6, 2, 1),
+        ((7, 4), 4, 2, 0),  # a vocabulary whose parts differ
+        ((9, 5), 4, 2, 0),
     ],
 )
-def test_the_parts_of_all_ranks_make_up_the_whole(shape: tuple[int, ...], shard: int, expert: int) -> None:
-    division = divide(shape, shard, expert, len(shape))
+def test_the_parts_of_all_ranks_make_up_the_whole(
+    shape: tuple[int, ...], shard: int, group: int, group_dim: int
+) -> None:
+    division = divide(shape, shard, group, group_dim, len(shape))
     counted = torch.zeros(shape, dtype=torch.int64)
     for rank in range(shard):
         counted[tuple(slice(*span) for span in division.box(shape, rank))] += 1
     assert counted.eq(division.copies).all()
     gathered = division.gathered_numel(shape)
-    assert gathered * expert >= counted.numel()
+    assert gathered * group >= counted.numel()
     assert gathered % division.parts == 0
-    groups = itertools.groupby(range(shard), key=lambda rank: rank // expert)
-    for _, ranks in groups:  # consecutive ranks share out the experts
-        rows = {division.box(shape, rank)[0] for rank in ranks}
-        assert len(rows) == expert
+    groups = itertools.groupby(range(shard), key=lambda rank: rank // group)
+    for _, ranks in groups:  # consecutive ranks share out experts, rows or columns
+        parts = {division.box(shape, rank)[group_dim] for rank in ranks}
+        assert len(parts) == group
 
 
 FEW = [
@@ -188,4 +194,6 @@ def of_tensor_parallelism(folder: Path) -> list[object]:
 
 @pytest.mark.slow
 def test_divisions_of_two_axes_are_told_apart(tmp_path: Path) -> None:
-    assert on_ranks(4, of_tensor_parallelism, tmp_path) == [[None, Division(0, 2, copies=2), 2, True]] * 4
+    assert (
+        on_ranks(4, of_tensor_parallelism, tmp_path) == [[Division(0, 2, 2, 1), Division(0, 2, copies=2), 2, True]] * 4
+    )
