@@ -66,6 +66,7 @@ FEATURE_TITLES = {
     "masked": Title("Masked documents: `data.documents=masked`", "masked"),
     "replicate": Title("Replicas: `mesh.replicate=2`", "replicas"),
     "context": Title("Split sequences: `mesh.context=2`", "context"),
+    "tensor": Title("Shared matrices: `mesh.tensor=2`", "tensor"),
     "exchange": Title(
         "Divided experts, tokens exchanged: `mesh.expert=2 mesh.expert_method=exchange`", "expert exchange"
     ),
@@ -109,9 +110,10 @@ class Pair:
 
     @property
     def num_ranks(self) -> int:
-        """Two, or four for replicas whose ranks split sequences or divide experts."""
-        splits = {"context", "exchange", "gather"} & {*self.features}
-        return 4 if "replicate" in self.features and splits else 2
+        """Two, or four for replicas whose ranks share something, and for two axes that share sequences."""
+        axes = {"replicate", "context", "tensor"} & {*self.features}
+        divides_experts = {"exchange", "gather"} & {*self.features}
+        return 4 if len(axes) == 2 or ("replicate" in axes and divides_experts) else 2
 
     @property
     def has_conflict(self) -> bool:

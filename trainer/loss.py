@@ -163,7 +163,7 @@ def loss_mode(config: RunConfig) -> AbstractContextManager[object]:
     """Return the context in which a run computes its model's loss: as a sum over tokens, by row, or as scores."""
     if "scores" in config.objective.needs:
         return replace_loss(scores_at_targets)
-    return nullcontext() if config.objective.context else by_row()
+    return nullcontext() if config.objective.sums_tokens else by_row()
 
 
 def count_targets(targets: torch.Tensor) -> int:

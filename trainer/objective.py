@@ -68,7 +68,7 @@ class Objective:
     num_classes: number of classes; labels are 0 to `num_classes` - 1.  If this is 0, `outputs` takes its place; if both
         are 0, the objective accepts any label.
     better: whether higher or lower values are better, by logged field; `eval.metric` may name any of these fields.
-    context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
+    sums_tokens: whether the loss is a sum over tokens, not over samples.
     trainer: the Trainer class that computes the objective's inputs, as "package.module:class"; None for next-token
         prediction (`Tokens`), which needs no such class.
     """
@@ -78,7 +78,7 @@ class Objective:
     outputs: ClassVar[int] = 0
     num_classes: ClassVar[int] = 0
     better: ClassVar[Mapping[str, Direction]] = {}
-    context: ClassVar[bool] = False
+    sums_tokens: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "trainer.objective_trainer:ObjectiveTrainer"
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
@@ -110,7 +110,7 @@ class TokenObjective(Objective):
     teacher: str | None = None
     hard: float = 0.0
 
-    context: ClassVar[bool] = True
+    sums_tokens: ClassVar[bool] = True
     trainer: ClassVar[str | None] = "trainer.distillation:DistillationTrainer"
 
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -178,5 +178,5 @@ def all_objectives() -> dict[str, type[Objective]]:
 class Tokens(Objective):
     """Predict the next token; no settings."""
 
-    context: ClassVar[bool] = True
+    sums_tokens: ClassVar[bool] = True
     trainer: ClassVar[str | None] = None

@@ -22,6 +22,7 @@ from trainer.metrics.record import Record
 from trainer.model.gradients import reshard
 from trainer.model.lora import without_adapters
 from trainer.objective import ObjectiveInputs, log_nothing
+from trainer.sequence import sum_over_slices
 from trainer.trainer import Trainer
 from trainer.weights.adapters import REFERENCE
 from trainer.weights.loading import load_base
@@ -124,9 +125,10 @@ class ObjectiveTrainer(Trainer):
         with loss_mode(self.config):
             outputs = super().loss(batch)  # each row's loss, (R,), or its scores at the last target, (R, outputs)
         self._check_rows(batch, outputs)
+        outputs = sum_over_slices(outputs)  # scores need complete rows, which are not sliced
         return ObjectiveInputs(
             logps=torch.empty(0) if "scores" in needs else -outputs,
-            lengths=(batch["targets"] != IGNORE).sum(1).clamp(min=1),
+            lengths=_num_targets(batch).clamp(min=1),
             reference=self._reference_logps(batch) if "reference" in needs else None,
             labels=batch["labels"] if "labels" in needs else None,
             scores=outputs if "scores" in needs else None,
@@ -139,10 +141,10 @@ class ObjectiveTrainer(Trainer):
         with torch.no_grad(), by_row():
             if self.reference is None:
                 with _eval_mode(self.model), without_adapters(self.model):
-                    return -super().loss(batch)
-            logps_R = -find_loss(self.reference)(batch)
+                    return -sum_over_slices(super().loss(batch))
+            losses_R = find_loss(self.reference)(batch)
             reshard(self.reference)
-            return logps_R
+            return -sum_over_slices(losses_R)
 
     def _check_rows(self, batch: Batch, values: torch.Tensor) -> None:
         """Raise UserError if the model did not compute its loss with the functions of trainer.loss."""
@@ -155,8 +157,13 @@ class ObjectiveTrainer(Trainer):
 
     def _sample_mask(self, batch: Batch) -> torch.Tensor:
         """Return a mask of the samples whose first row has targets, (S,); padding has none."""
-        mask_R = (batch["targets"] != IGNORE).any(dim=1)
+        mask_R = _num_targets(batch) > 0
         return mask_R[:: self.config.objective.rows_per_sample]
+
+
+def _num_targets(batch: Batch) -> torch.Tensor:
+    """Return the number of targets in each complete row of a batch, (R,), of which this rank may hold slices."""
+    return batch["num_targets"] if "num_targets" in batch else (batch["targets"] != IGNORE).sum(1)
 
 
 @contextmanager

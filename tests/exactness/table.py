@@ -32,7 +32,7 @@ _GROUPED = (*_HEADS, "model.num_kv_heads=2")
 _EXPERTS = ("model.expert_dim=64", "model.num_experts=4", "model.num_chosen=2")
 _WIDE = (("hidden_size", 64), ("intermediate_size", 128))
 KINDS = {
-    "llama": Kind((*_GROUPED, "model.ffn_dim=128")),
+    "llama": Kind((*_GROUPED, "model.dim=128", "model.ffn_dim=128")),
     "gpt2": Kind((*_HEADS, "model.max_seq_len=64")),
     "qwen3": Kind((*_GROUPED, "model.head_dim=16", "model.ffn_dim=128")),
     "qwen3_moe": Kind((*_GROUPED, *_EXPERTS, "model.head_dim=16")),
@@ -88,6 +88,7 @@ FEATURES = {
     "masked": Feature(("data.documents=masked",)),
     "replicate": Feature(("mesh.replicate=2",)),
     "context": Feature(("mesh.context=2",)),
+    "tensor": Feature(_TENSOR),
     "exchange": Feature(_EXCHANGE, concerns_experts=True),
     "gather": Feature(_GATHER, concerns_experts=True),
     "lora": Feature(_LORA, needs_weights=True),
@@ -198,7 +199,7 @@ _GROUPS = (
 
 ROWS = [
     # Each kind of model, most of them with an optimizer or another feature that suits any kind
-    Row("llama, base model", overrides=(*_RAGGED, "optim.base_model={{dim: 32, num_heads: 2, num_kv_heads: 1}}")),
+    Row("llama, base model", overrides=(*_RAGGED, "optim.base_model={{dim: 64, num_heads: 2, num_kv_heads: 1}}")),
     Row("gpt2, sgd", "gpt2", overrides=(*_RAGGED, "optim.name=sgd", "optim.lr=0.1")),
     Row("qwen3, groups", "qwen3", overrides=(*_RAGGED, *_GROUPS)),
     Row("qwen3_next, averaged weights", "qwen3_next", ("ema",), (*_RAGGED, *_SLOWLY)),
@@ -246,6 +247,8 @@ ROWS = [
     Row("tensor of four", "gpt_oss", overrides=(*_RAGGED, "model.num_kv_heads=4"), mesh=("mesh.tensor=4",), ranks=4),
     Row("tensor, compiled", features=("compile", "muon"), overrides=(*_RAGGED, *_MUON), mesh=_TENSOR),
     Row("tensor with adapters", features=("lora", "selective"), overrides=_RAGGED, mesh=_TENSOR),
+    Row("tensor with a 4-bit base", features=("nf4",), overrides=_RAGGED, mesh=_TENSOR),
+    Row("tensor with an 8-bit base", "gpt2", ("fp8",), _RAGGED, mesh=_TENSOR, everyday=False),
     Row("tensor with few experts", "qwen3_moe", ("ema",), (*_RAGGED, *_EXACT), mesh=(*_TENSOR, *_EXCHANGE), ranks=4),
     Row("tensor of deepseek_v3", "deepseek_v3", ("budget",), _RAGGED, mesh=_TENSOR),
     Row("tensor on the host", features=("cpu_offload", "full"), overrides=_TWO_SOURCES, mesh=_TENSOR, ranks=4),
@@ -275,6 +278,15 @@ ROWS = [
     # Objectives
     Row("preferences", features=("dpo",)),
     Row("labelled answers", features=("kto",)),
+    Row("preferences in slices", features=("dpo", "full"), mesh=("mesh.context=2",), everyday=False),
+    Row("preferences and tensor", "qwen3", ("dpo",), mesh=_TENSOR, ranks=4),
+    Row("labelled answers and tensor", features=("kto", "lora"), mesh=(*_TENSOR, "mesh.context=2"), ranks=4),
     Row("rewards", features=("reward",), everyday=False),
     Row("distillation", features=("distill",), overrides=("objective.teacher={folder}/weights/qwen3",)),
+    Row(
+        "distillation and tensor",
+        features=("distill",),
+        overrides=("objective.teacher={folder}/weights/qwen3",),
+        mesh=_TENSOR,
+    ),
 ]

@@ -144,9 +144,9 @@ def table(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return Table(shared / "table", [spec.params["case"] for spec in specs if spec])
 
 
-TRIED_IN_PAIRS = {"compile", "float8", "classify"}
+TRIED_IN_PAIRS = {"float8", "classify"}
 """Features without a row: `tests/compatibility.py` trains with them, and their own tests compare what they compute."""
-MESHES = {"replicate", "context", "exchange", "gather"}
+MESHES = {"replicate", "context", "tensor", "exchange", "gather"}
 """Features that are meshes of rows."""
 
 

@@ -17,8 +17,10 @@ from trainer.config.rules import check_config
 REFUSED = [
     Pair("llama", ("exchange",)),
     Pair("hf_dense", ("context",)),
-    Pair("llama", ("context", "dpo")),
     Pair("llama", ("context", "reward")),
+    Pair("llama", ("tensor", "reward")),
+    Pair("llama", ("tensor", "float8")),
+    Pair("llama", ("tensor", "int8")),
     Pair("llama", ("context", "classify")),
     Pair("llama", ("nf4", "float8")),
     Pair("llama", ("budget", "float8")),

@@ -242,9 +242,7 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
             "(ModelSpec(context=True))"
         )
         raise setting_error("mesh.context", context, rule, 1)
-    if not config.objective.context:
-        rule = f"train.objective={config.train.objective} compares whole responses, but each rank would see only slices"
-        raise setting_error("mesh.context", context, rule, 1)
+    _check_objective_of_slices(config, "mesh.context", context)
     num_heads, _ = _num_heads(config)
     if method == "heads" and num_heads is not None and num_heads % config.ranks_per_sample:
         product = f"mesh.context={context}" + (f" x mesh.tensor={config.tensor}" if config.tensor > 1 else "")
@@ -255,6 +253,13 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     if length % num_parts:
         rule = f"must be a multiple of {num_parts}: {factor}mesh.context={context} with {method}"
         raise setting_error("data.seq_len", length, rule, max(1, round(length / num_parts)) * num_parts)
+
+
+def _check_objective_of_slices(config: RunConfig, key: str, size: int) -> None:
+    """Raise UserError if an objective cannot be computed by ranks that hold slices of sequences."""
+    if "scores" in config.objective.needs:
+        rule = f"train.objective={config.train.objective} scores the last token of a text, which one rank would hold"
+        raise setting_error(key, size, rule, 1)
 
 
 def _num_heads(config: RunConfig) -> tuple[int | None, int | None]:
@@ -322,9 +327,7 @@ def check_tensor(config: RunConfig, shape: MeshShape) -> None:
     if config.spec.tensor is None:
         rule = f"model {config.spec.name!r} does not say how to split its matrices (ModelSpec(tensor=...))"
         raise setting_error("mesh.tensor", tensor, rule, 1)
-    if not config.objective.context:
-        rule = f"train.objective={config.train.objective} compares whole responses, but each rank would see only slices"
-        raise setting_error("mesh.tensor", tensor, rule, 1)
+    _check_objective_of_slices(config, "mesh.tensor", tensor)
     num_heads, num_kv_heads = _num_heads(config)
     for key, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if number is not None and number % tensor:
@@ -342,9 +345,6 @@ def check_tensor(config: RunConfig, shape: MeshShape) -> None:
 def _check_works_with_tensor(config: RunConfig) -> None:
     """Raise UserError for what is computed from whole rows of a matrix, which no rank of a tensor group has."""
     tensor = f"mesh.tensor={config.tensor}"
-    if config.lora.packs:
-        rule = f"packs whole rows of weights, which {tensor} splits"
-        raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
     if config.train.float8 != "none":
         rule = f"scales whole rows of weights and inputs, which {tensor} splits, so results would depend on the mesh"
         raise setting_error("train.float8", config.train.float8, rule, "none")

@@ -44,7 +44,7 @@ from trainer.data.mixture import (
 )
 from trainer.data.opening import check_tokenizer
 from trainer.data.shards import ShardError
-from trainer.data.source import Fingerprint, Source, as_mapping
+from trainer.data.source import IGNORE, Fingerprint, Source, as_mapping
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
 from trainer.sequence import compute_cu_seqlens
 from trainer.stopping import STOP_SIGNALS
@@ -54,7 +54,8 @@ Batch: TypeAlias = "dict[str, Tensor]"
 
 B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
 within its row, from 0, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context or tensor parallelism,
-entries with a value per token, except `documents`, hold only this rank's tokens: (B, seq_len / number of ranks)."""
+entries with a value per token, except `documents`, hold only this rank's tokens: (B, seq_len / number of ranks).  A
+batch then also has `num_targets`, the number of targets in each complete row, (B,)."""
 
 
 class TrainLoader:
@@ -382,9 +383,11 @@ class _BatchReader:
 def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
     """Return this rank's slices of all entries with a value per token, except `documents`, which stays complete.
 
-    Targets are already shifted: the last target of a slice is the first token of the next slice.
+    Targets are already shifted: the last target of a slice is the first token of the next slice.  Adds the entry
+    `num_targets`, the number of targets of each complete row.
     """
     sliced = dict(batch)
+    sliced["num_targets"] = (batch["targets"] != IGNORE).sum(1)
     for name, entry in batch.items():
         if entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents":
             sliced[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.own_pieces], axis=1)

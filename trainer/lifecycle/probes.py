@@ -46,6 +46,7 @@ def _first_tokens(loader: TrainLoader, num_tokens: int, world: World, slices: Sl
     all positions.
     """
     batch = loader.first_tokens(num_tokens, slices)
+    batch.pop("pair", None)  # which rows form a preference pair: the loss here is over tokens
     targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
     return {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items()}
 
@@ -243,7 +244,6 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     modules = find_experts(model, config.spec)
     observed = _Observations()
     batch = _first_tokens(loader, min(_MAX_TOKENS, config.data.seq_len), world)
-    batch.pop("pair", None)  # which rows form a preference pair: the loss here is over tokens
     if config.objective.outputs:  # the new head's outputs are not tokens
         batch["targets"] %= config.objective.outputs
     devices = [world.device] if world.device.type == "cuda" else []

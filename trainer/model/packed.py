@@ -68,6 +68,11 @@ class Packing:
     def row_bytes(self) -> int:
         return self.code_bytes + self.width // BLOCK_SIZE * _SCALE_BYTES
 
+    def of_rows(self, packed: torch.Tensor) -> Packing:
+        """Return the packing of rows of this code type, (..., bytes), of any width."""
+        block_bytes = BLOCK_SIZE * CODE_BITS[self.code_type] // 8 + _SCALE_BYTES
+        return Packing(self.code_type, packed.shape[-1] // block_bytes * BLOCK_SIZE)
+
     def scales(self, packed: torch.Tensor) -> torch.Tensor:
         """Return the scales (..., width / 64) of packed rows (..., bytes), as a view in float32.
 
@@ -111,6 +116,14 @@ class Packing:
         A weight is the value of its code times the scale, computed in float32 and rounded to `dtype`.
         """
         return unpack_rows(packed, self.code_type, self.width, dtype)
+
+    def columns(self, packed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return columns [start, stop), multiples of `BLOCK_SIZE`, of packed rows: rows of a narrower `Packing`."""
+        bits = CODE_BITS[self.code_type]
+        scale_bytes = _SCALE_BYTES * start // BLOCK_SIZE, _SCALE_BYTES * stop // BLOCK_SIZE
+        codes = packed[..., start * bits // 8 : stop * bits // 8]
+        scales = packed[..., self.code_bytes + scale_bytes[0] : self.code_bytes + scale_bytes[1]]
+        return torch.cat((codes, scales), -1)
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Return `weight` (..., width) after packing and unpacking, in float32."""
@@ -186,8 +199,8 @@ class PackedLinear(nn.Module):
         self.bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
 
     def unpacked(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights (out, in) of `packed`, this layer's weight as saved or gathered."""
-        weight = self.packings["weight"].unpack(packed, dtype)
+        """Return the weights (out, in) of `packed`: this layer's weight as saved or gathered, or columns of it."""
+        weight = self.packings["weight"].of_rows(packed).unpack(packed, dtype)
         return weight.t() if self.is_transposed else weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

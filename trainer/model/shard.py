@@ -69,6 +69,10 @@ def apply_sharding(
     number of matrices in stacks with fewer of them than there are ranks; and those for `fsdp.separate_reduce`.
     """
     train = config.train
+    split_meshes = split_meshes or {}
+    slices = find_slices(config, rank=0)
+    if slices is not None and slices.tensor_count > 1:
+        check_plan(model, spec, replace(slices, seq_len=4 * slices.num_ranks))
     compiles = compiles_blocks(train.compile, mesh.device_type)
     offload_fraction = offloaded_fraction(train.offload_activations)
     changes_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or offload_fraction > 0
@@ -96,7 +100,6 @@ def apply_sharding(
         _cast_at_boundaries(model, units, config)
     else:
         # Turns parameters into DTensors on the inner axis of a split mesh; `fully_shard` then shards them further.
-        split_meshes = split_meshes or {}
         for split_mesh in split_meshes.values():
             record_split_mesh(split_mesh, mesh)
         if EXPERT in split_meshes:
@@ -104,9 +107,6 @@ def apply_sharding(
             expert_axis = split_meshes[EXPERT][EXPERT]
             shard_experts([*find_experts(model, spec).values()], expert_axis, config.mesh.expert_method)
         if TENSOR in split_meshes:
-            slices = find_slices(config, rank=0)
-            assert slices is not None
-            check_plan(model, spec, replace(slices, seq_len=4 * slices.num_ranks))
             tensor_axis = split_meshes[TENSOR][TENSOR]
             group = TensorGroup(config.tensor, tensor_axis.get_local_rank(), name_of_group(tensor_axis))
             split_model(model, spec, group, tensor_axis)

@@ -47,6 +47,7 @@ from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import ADAPTER_NAME
 from trainer.loss import VocabularyPart, find_loss, is_loss_replaced, split_vocabulary
 from trainer.model.lora import AdaptedLinear
+from trainer.model.packed import BLOCK_SIZE, PackedLinear, Packing
 from trainer.model.placement import chunk_of
 from trainer.model_spec import ModelSpec, TensorStyle, matches_pattern
 from trainer.sequence import gather_tokens, sum_tokens, tensor_slices, use_slices
@@ -161,6 +162,8 @@ class _Weights:
     """The dimension along which a parameter is divided."""
     fused: dict[str, int | Sequence[int]] = field(default_factory=dict)
     """For a whole parameter that fuses several matrices: their number, or the rows of each."""
+    packed: dict[str, Packing] = field(default_factory=dict)
+    """For a whole parameter of quantized rows, of which each rank uses some columns: their format."""
     added_once: tuple[str, ...] = ()
     """Biases that are added to a sum over the ranks, and so by the first rank alone."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -172,14 +175,17 @@ class _Weights:
         adapter = module if isinstance(module, AdaptedLinear) else None
         layer: Any = module if adapter is None else adapter.base_layer
         prefix = "" if adapter is None else "base_layer."
-        required = (nn.Embedding, nn.Linear) if style == "vocabulary" else nn.Linear
+        required = (nn.Embedding, nn.Linear) if style == "vocabulary" else (nn.Linear, PackedLinear)
         if not isinstance(layer, required):
             rule = f"cannot split {name} by {style}: it is a {type(layer).__name__}"
             raise setting_error("mesh.tensor", group.size, rule, 1)
         weights = cls(module, group)
         biases = [] if getattr(layer, "bias", None) is None else [f"{prefix}bias"]
         if style in ("rows", "rows_gathered"):
-            weights.dims[f"{prefix}weight"] = 1
+            if isinstance(layer, PackedLinear):
+                weights.packed[f"{prefix}weight"] = layer.packings["weight"]
+            else:
+                weights.dims[f"{prefix}weight"] = 1
             weights.added_once = tuple(biases)
             if adapter is not None:
                 weights.dims[f"lora_A.{ADAPTER_NAME}.weight"] = 1
@@ -198,15 +204,16 @@ class _Weights:
 
     def _check_sizes(self, name: str, style: str) -> None:
         """Raise UserError unless the ranks have equal parts of the weights; those of a vocabulary may differ."""
-        num_ranks = self.group.size
-        sizes = dict(self.sizes) if style != "vocabulary" else {}
+        parts = {} if style == "vocabulary" else {key: (self.sizes[key], _SIDES[dim]) for key, dim in self.dims.items()}
         for key, blocks in self.fused.items():
             rows = self.module.get_parameter(key).shape[0]
-            sizes[key] = min(blocks) if not isinstance(blocks, int) else rows // blocks
-        for key, size in sizes.items():
-            if size % num_ranks:
-                rule = f"must divide {name}.{key} into equal parts, but it has {size} of them to divide"
-                raise setting_error("mesh.tensor", num_ranks, rule, nearest_divisor(num_ranks, size))
+            parts[key] = (min(blocks) if not isinstance(blocks, int) else rows // blocks, "rows of each matrix")
+        for key, packing in self.packed.items():
+            parts[key] = (packing.width // BLOCK_SIZE, f"blocks of {BLOCK_SIZE} columns")
+        for key, (number, what) in parts.items():
+            if number % self.group.size:
+                rule = f"must divide the {number} {what} of {name}.{key}"
+                raise setting_error("mesh.tensor", self.group.size, rule, nearest_divisor(self.group.size, number))
 
     def span(self, key: str) -> tuple[int, int]:
         """Return the range of a divided parameter that this rank holds along its dimension."""
@@ -241,6 +248,9 @@ class _Weights:
             parameter = self._current(key)
             matrices = parameter.chunk(blocks) if isinstance(blocks, int) else parameter.split([*blocks])
             weights[key] = torch.cat([matrix.chunk(self.group.size)[self.group.rank] for matrix in matrices])
+        for key, packing in self.packed.items():
+            width = packing.width // self.group.size
+            weights[key] = packing.columns(self._current(key), self.group.rank * width, (self.group.rank + 1) * width)
         for key in self.added_once:  # a product, so that every rank has a gradient to reduce
             weights[key] = self._current(key) * float(self.group.rank == 0)
         return weights
@@ -273,6 +283,10 @@ class _Weights:
         parameter = self._current(key)
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return scale_gradient(part, 1 / self.group.size)
+
+
+_SIDES = ("rows", "columns")
+"""What a matrix is divided into along each dimension."""
 
 
 class _Layer(nn.Module):

@@ -126,9 +126,12 @@ def own_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def sum_over_slices(part: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over the ranks that share its sequences.  At most two all-gathers; no gradient."""
+    """Return the sum of a tensor over the ranks that share its sequences.
+
+    At most two all-gathers; in the backward pass, as many reduce-scatters.
+    """
     slices = current_slices()
-    total = part.detach()
+    total = part
     if slices is not None and slices.count > 1:
         total = gather_parts(total, slices.count, slices.group).sum(0)
     if slices is not None and slices.tensor_count > 1:
