@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from trainer.recipes._tensor import DENSE
 from trainer.recipes.llama.config import LlamaConfig
 
 from trainer import ModelSpec, RunConfig, Trainer, register
 from trainer.registry import find_model
-from trainer.sequence import full_sequences
+from trainer.sequence import full_sequences, tensor_slices
 
 
 @dataclass
@@ -306,3 +308,32 @@ def counting_within_slices(config: LlamaConfig) -> nn.Module:
 
 register(ModelSpec("llama_attending", LlamaConfig, attending_within_slices, _units, context=True))
 register(ModelSpec("llama_counting", LlamaConfig, counting_within_slices, _units, context=True))
+
+
+def losing_gradient(config: LlamaConfig) -> nn.Module:
+    """Return a Llama whose embedding gets no gradient if ranks share its matrices."""
+    from trainer.recipes.llama.model import Llama
+
+    def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output if tensor_slices() is None else output.detach().requires_grad_()
+
+    model = Llama(config)
+    model.tok_embeddings.register_forward_hook(cut)
+    return model
+
+
+def _with_plan(name: str, plan: Mapping[str, Any], build: Any = None) -> None:
+    """Register a Llama with changes to its plan for tensor parallelism; None removes an entry."""
+    changed = {pattern: style for pattern, style in {**DENSE, **plan}.items() if style is not None}
+    llama = find_model("llama")
+    register(dataclasses.replace(llama, name=name, build=build or llama.build, tensor=changed, hf=None))
+
+
+_with_plan("plan_losing_gradient", {}, losing_gradient)
+_with_plan("plan_with_whole_keys", {"layers.*.attention.wk": "sequence", "layers.*.attention.wv": "sequence"})
+_with_plan("plan_with_columns_for_rows", {"layers.*.feed_forward.w2": "columns"})
+_with_plan("plan_without_input", {"layers.*.attention": None})
+_with_plan("plan_with_a_missing_matrix", {"layers.*.attention.wk": None})
+_with_plan("plan_with_an_unknown_module", {"layers.*.mlp": "columns"})
+_with_plan("plan_with_an_unknown_style", {"layers.*.attention.wk": "column"})
+_with_plan("plan_with_a_split_norm", {"layers.*.ffn_norm": "columns"})

@@ -90,12 +90,12 @@ def test_entries_with_one_value_per_row_are_not_sliced() -> None:
         (["mesh.context=2", "data.seq_len=30", GATHER], 2, "data.seq_len=30"),
         (["mesh.context=4", "data.seq_len=30", HEADS], 4, "data.seq_len=30"),
         (["mesh.context=8", HEADS], 8, HEADS),
-        (["mesh.context=2", "train.objective=dpo"], 2, "mesh.context=2"),
+        (["mesh.context=2", "train.objective=reward"], 2, "mesh.context=2"),
         (["mesh.context=2", "model.name=tests.helpers.custom_recipes:mlp"], 2, "mesh.context=2"),
     ],
 )
 def test_mistakes(overrides: list[str], ranks: int, setting: str) -> None:
-    """Sizes that do not divide, objectives over whole responses, and a recipe that does not declare that it may."""
+    """Sizes that do not divide, objectives that score a text, and a model that does not declare that it may."""
     given = tiny(*overrides)
     if "mlp" in overrides[-1]:
         given = [item for item in given if not item.startswith("model.") or "mlp" in item]

@@ -147,16 +147,18 @@ def check_tensor(world: World, model: nn.Module, loader: object, config: RunConf
     squares = [((actual[name] - whole).square().sum(), whole.square().sum()) for name, whole in expected.items()]
     totals = world.sum_on_device(torch.tensor(squares, dtype=torch.float64, device=world.device))
     tolerance = max(_SPLIT_TOLERANCE[dtype] for dtype in {config.fsdp.param_dtype, config.fsdp.reduce_dtype})
-    wrong = [
-        f"{name} by {math.sqrt(difference / whole) if whole else math.inf:.2g} of its norm"
+    ratios = {
+        name: math.sqrt(difference / whole) if whole else math.inf
         for name, (difference, whole) in zip(expected, totals.tolist(), strict=True)
         if not difference <= tolerance**2 * whole
-    ]
-    if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    }
+    if ratios:
+        largest = sorted(ratios, key=lambda name: -ratios[name])[:3]
+        described = ", ".join(f"{name} by {ratios[name]:.2g} of its norm" for name in largest)
+        more = f", and {len(ratios) - 3} more" if len(ratios) > 3 else ""
         rule = (
             f"model {config.spec.name!r}: gradients of {slices.seq_len} tokens differ from those of whole layers: "
-            f"{', '.join(wrong[:3])}{more}; its plan (ModelSpec.tensor) does not fit its forward pass"
+            f"{described}{more}; its plan (ModelSpec.tensor) does not fit its forward pass"
         )
         raise setting_error("mesh.tensor", slices.tensor_count, rule, 1)
 

@@ -25,6 +25,7 @@ from trainer.config.schema import FsdpSection
 from trainer.errors import UserError
 from trainer.experts.dispatch import GROUP_ATTRIBUTE
 from trainer.model.parameters import local, mark_replicated, num_copies
+from trainer.model.tensor import is_split
 from trainer.model.units import ShardUnit, parameters_by_unit
 
 
@@ -90,14 +91,15 @@ def gathered(model: nn.Module) -> Iterator[None]:
             completions = generate_batch(trainer.model, prompts, max_tokens=256)
 
     Every rank then holds the full model in `fsdp.param_dtype`, in addition to its shards: 16 GB for 8 billion
-    parameters in bfloat16.  Experts divided among ranks (`mesh.expert`) are not gathered, and neither are units that
-    reshard to a number of ranks after a forward pass, since FSDP could not be told that number again: they are gathered
-    in each forward pass, as outside the block.  No-op for an unsharded model.  Only for forward passes without
-    gradients: do not update the weights inside the block, since the gathered copies would not change.  The units are
-    resharded afterwards.
+    parameters in bfloat16.  Experts and matrices divided among ranks (`mesh.expert`, `mesh.tensor`) are gathered only
+    from the ranks with the same part, and units that reshard to a number of ranks after a forward pass not at all,
+    since FSDP could not be told that number again: these are gathered in each forward pass, as outside the block.
+    No-op for an unsharded model.  Only for forward passes without gradients: do not update the weights inside the
+    block, since the gathered copies would not change.  The units are resharded afterwards.
 
-    Collective: one all-gather per unit at the start of the block.  Unless `forward_is_collective`, as it is with units
-    or experts that are not gathered, the ranks may run different numbers of forward passes inside it.
+    Collective: one all-gather per unit at the start of the block.  Unless `forward_is_collective`, as it is with
+    divided experts or matrices and units that are not gathered, the ranks may run different numbers of forward passes
+    inside it.
     """
     if model in _gathered_models or not _fsdp_modules(model):
         yield
@@ -127,7 +129,7 @@ def forward_is_collective(model: nn.Module) -> bool:
     modules = _fsdp_modules(model)
     if model in _gathered_models:
         modules = [module for module in modules if not _can_stay_gathered(module)]
-    return bool(modules) or any(hasattr(module, GROUP_ATTRIBUTE) for module in model.modules())
+    return bool(modules) or any(hasattr(m, GROUP_ATTRIBUTE) or is_split(m) for m in model.modules())
 
 
 _fsdp_modules_of: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()

@@ -52,6 +52,9 @@ from trainer.model.placement import chunk_of
 from trainer.model_spec import ModelSpec, TensorStyle, matches_pattern
 from trainer.sequence import gather_tokens, sum_tokens, tensor_slices, use_slices
 
+_GROUP_ATTRIBUTE = "tensor_group"
+"""Name of the attribute that holds the `TensorGroup` of a module whose weights are divided among ranks."""
+
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -79,7 +82,13 @@ def split_model(model: nn.Module, spec: ModelSpec, group: TensorGroup, mesh: Dev
         elif style != "sequence":
             weights = _Weights.of(module, name, style, spec, group)
             weights.divide(mesh, divided)
+            setattr(module, _GROUP_ATTRIBUTE, group)
             module.forward = _FORWARD[style](_Layer(module), weights)  # type: ignore[method-assign]
+
+
+def is_split(module: nn.Module) -> bool:
+    """Return whether ranks share the weights of `module`, so that its forward pass is collective."""
+    return hasattr(module, _GROUP_ATTRIBUTE)
 
 
 def check_plan(model: nn.Module, spec: ModelSpec, slices: Slices) -> None:
