@@ -22,6 +22,7 @@ from trainer.config.parallel import find_slices, resolve_context_method, smalles
 from trainer.config.rules import check_config
 from trainer.data.loader import EvalLoader, slice_batch
 from trainer.data.opening import open_source
+from trainer.data.source import IGNORE
 from trainer.sequence import Documents, positions, use_slices
 
 GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
@@ -75,10 +76,12 @@ def test_entries_with_one_value_per_row_are_not_sliced() -> None:
     """Such as the source of a row; nor are document numbers, which each slice needs."""
     tokens = np.arange(64).reshape(2, 32)
     batch = {"tokens": tokens, "documents": tokens // 8, "source": np.array([0, 1]), "weights": np.ones((2, 3))}
+    batch["targets"] = np.where(tokens % 3, tokens, IGNORE)
     for each in slices_of(2, "gather"):
         found = slice_batch(batch, each)
         assert found["tokens"].tolist() == part_of(each, torch.from_numpy(tokens), 1).tolist()
         assert all(np.array_equal(found[name], batch[name]) for name in ("documents", "source", "weights"))
+        assert found["num_targets"].tolist() == [21, 21], "of whole rows"
 
 
 @pytest.mark.parametrize(
