@@ -55,6 +55,7 @@ register(
         check=check,
         flops=_import_on_call("model", "flops"),
         hf=HUGGINGFACE,
+        tensor=_import_on_call("tensor", "tensor_plan"),
         experts=_import_on_call("experts", "expert_modules"),
     )
 )

@@ -28,7 +28,7 @@ from trainer.loss import cross_entropy, linear_cross_entropy
 from trainer.model.documents import checked_call
 from trainer.model.head import ScoreHead
 from trainer.model.parameters import num_writes, storage_id
-from trainer.sequence import Documents, apply_by_document
+from trainer.sequence import Documents, apply_by_document, gather_tokens, own_tokens
 
 from .._flops import mean_num_keys
 from .config import HfConfig
@@ -155,16 +155,19 @@ def _with_loss(library: Any) -> Any:
         """
         if tokens is None:
             return library.forward(self, **kwargs)
-        inputs = {"input_ids": tokens, "use_cache": False, **kwargs}
+        # With tensor parallelism, all tokens of the group pass through the model, and this rank's through the head.
+        inputs = {"input_ids": gather_tokens(tokens, 1), "use_cache": False, **kwargs}
         packed = Documents.of(documents, cu_seqlens)
-        if packed is not None or positions is not None:
-            inputs["position_ids"] = positions if packed is None else packed.positions_BT
+        if packed is not None:
+            inputs["position_ids"] = packed.positions_BT
+        elif positions is not None:
+            inputs["position_ids"] = gather_tokens(positions, 1)
         if packed is not None and getattr(self, "has_recurrent_layers", False):
             inputs["documents"] = packed  # passed on to all layers
         head = self.get_output_embeddings()
         if isinstance(head, ScoreHead) or (targets is not None and isinstance(head, LossHead)):
-            return head(self.base_model(**inputs).last_hidden_state, targets)
-        logits = library.forward(self, **inputs).logits
+            return head(own_tokens(self.base_model(**inputs).last_hidden_state, -2), targets)
+        logits = own_tokens(library.forward(self, **inputs).logits, -2)
         return logits if targets is None else cross_entropy(logits, targets)
 
     # `generate` inspects the signature to find out which arguments it may pass.

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tests.exactness.table import BASE, KINDS
+from tests.exactness.table import ALL_KINDS, BASE
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
 
 _WORDS = ["Hi", "Yes", "No", "two", "four", "Bye"]
@@ -42,7 +42,7 @@ def write_weights(folder: Path, name: str) -> None:
     from trainer import Trainer, load_config
     from trainer.export import export_checkpoint
 
-    kind = KINDS[name]
+    kind = ALL_KINDS[name]
     target = folder / "weights" / name
     if kind.transformers_model:
         hf_models.folder_of(target, kind.transformers_model, **dict(kind.changes))

@@ -65,6 +65,14 @@ KINDS = {
 transformers are a Llama, a Qwen3-MoE and a Qwen3-Next."""
 
 
+ALL_KINDS = {
+    **KINDS,
+    "hf_windows": Kind(transformers_model="gemma2", changes=_WIDE),
+    "hf_norms": Kind(transformers_model="qwen3", changes=_WIDE),
+}
+"""With more models of transformers, which only rows of the table train: a Gemma 2 and a Qwen3."""
+
+
 @dataclass(frozen=True)
 class Feature:
     """The overrides that enable a feature."""
@@ -129,12 +137,12 @@ def configure(kind: str, features: tuple[str, ...], folder: Path, *own: str) -> 
     """
     weights = folder / "weights" / kind
     of_features = [item for name in features for item in FEATURES[name].overrides]
-    if KINDS[kind].transformers_model:
+    if ALL_KINDS[kind].transformers_model:
         model = ["model.name=hf", f"model.path={weights}"]
     elif any(FEATURES[name].needs_weights for name in features):
         model = [f"model.name={kind}", f"train.init_from={weights}"]
     else:
-        model = [f"model.name={kind}", *KINDS[kind].fields]
+        model = [f"model.name={kind}", *ALL_KINDS[kind].fields]
     items = merged(merged([*BASE], list(dict.fromkeys(of_features))), own)
     return load_config("llama_small", [*model, *(item.format(folder=folder, weights=weights) for item in items)])
 
@@ -165,7 +173,7 @@ class Row:
     @property
     def weights(self) -> set[str]:
         """The kinds of model whose weights it reads."""
-        own = KINDS[self.kind].transformers_model or any(FEATURES[name].needs_weights for name in self.features)
+        own = ALL_KINDS[self.kind].transformers_model or any(FEATURES[name].needs_weights for name in self.features)
         others = re.findall(r"{folder}/weights/(\w+)", " ".join(self.overrides))
         return {*others, self.kind} if own else {*others}
 
@@ -246,6 +254,9 @@ ROWS = [
     ),
     Row("tensor of four", "gpt_oss", overrides=(*_RAGGED, "model.num_kv_heads=4"), mesh=("mesh.tensor=4",), ranks=4),
     Row("tensor, compiled", features=("compile", "muon"), overrides=(*_RAGGED, *_MUON), mesh=_TENSOR),
+    Row("tensor of transformers", "hf_dense", overrides=_RAGGED, mesh=_TENSOR),
+    Row("tensor of transformers, adapters", "hf_windows", ("lora", "masked"), mesh=_TENSOR, ranks=4, everyday=False),
+    Row("tensor of transformers, compiled", "hf_norms", ("compile",), _RAGGED, mesh=_TENSOR, everyday=False),
     Row("tensor with adapters", features=("lora", "selective"), overrides=_RAGGED, mesh=_TENSOR),
     Row("tensor with a 4-bit base", features=("nf4",), overrides=_RAGGED, mesh=_TENSOR),
     Row("tensor with an 8-bit base", "gpt2", ("fp8",), _RAGGED, mesh=_TENSOR, everyday=False),

@@ -328,10 +328,9 @@ def check_tensor(config: RunConfig, shape: MeshShape) -> None:
         rule = f"model {config.spec.name!r} does not say how to split its matrices (ModelSpec(tensor=...))"
         raise setting_error("mesh.tensor", tensor, rule, 1)
     _check_objective_of_slices(config, "mesh.tensor", tensor)
-    num_heads, num_kv_heads = _num_heads(config)
-    for key, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if number is not None and number % tensor:
-            rule = f"must divide model.{key}={number}: each rank computes whole heads"
+    for key, number in _heads_by_name(config).items():
+        if number % tensor:
+            rule = f"must divide {key}={number}: each rank computes whole heads"
             raise setting_error("mesh.tensor", tensor, rule, nearest_divisor(tensor, math.gcd(number, shape.shard)))
     length = config.data.seq_len
     if length % config.ranks_per_sample:
@@ -340,6 +339,14 @@ def check_tensor(config: RunConfig, shape: MeshShape) -> None:
         raise setting_error("data.seq_len", length, f"must be a multiple of {parts}", nearest_length)
     _check_works_with_tensor(config)
     _check_no_partial_reshard(config, f"mesh.tensor={tensor}")
+
+
+def _heads_by_name(config: RunConfig) -> dict[str, int]:
+    """Return the model's numbers of heads: fields of its configuration, or entries of config.json."""
+    fields = {f"model.{name}": getattr(config.model, name, None) for name in ("num_heads", "num_kv_heads")}
+    config_json = getattr(config.model, "config", None) or {}
+    entries = {name: config_json.get(name) for name in ("num_attention_heads", "num_key_value_heads")}
+    return {name: number for name, number in {**fields, **entries}.items() if isinstance(number, int)}
 
 
 def _check_works_with_tensor(config: RunConfig) -> None:
