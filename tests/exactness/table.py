@@ -259,7 +259,7 @@ ROWS = [
     Row("tensor of transformers, compiled", "hf_norms", ("compile",), _RAGGED, mesh=_TENSOR, everyday=False),
     Row("tensor with adapters", features=("lora", "selective"), overrides=_RAGGED, mesh=_TENSOR),
     Row("tensor with a 4-bit base", features=("nf4",), overrides=_RAGGED, mesh=_TENSOR),
-    Row("tensor with an 8-bit base", "gpt2", ("fp8",), _RAGGED, mesh=_TENSOR, everyday=False),
+    Row("tensor with an 8-bit base", features=("fp8",), overrides=_RAGGED, mesh=_TENSOR, everyday=False),
     Row("tensor with few experts", "qwen3_moe", ("ema",), (*_RAGGED, *_EXACT), mesh=(*_TENSOR, *_EXCHANGE), ranks=4),
     Row("tensor of deepseek_v3", "deepseek_v3", ("budget",), _RAGGED, mesh=_TENSOR),
     Row("tensor on the host", features=("cpu_offload", "full"), overrides=_TWO_SOURCES, mesh=_TENSOR, ranks=4),
