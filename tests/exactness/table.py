@@ -257,6 +257,7 @@ ROWS = [
     Row("tensor of transformers", "hf_dense", overrides=_RAGGED, mesh=_TENSOR),
     Row("tensor of transformers, adapters", "hf_windows", ("lora", "masked"), mesh=_TENSOR, ranks=4, everyday=False),
     Row("tensor of transformers, compiled", "hf_norms", ("compile",), _RAGGED, mesh=_TENSOR, everyday=False),
+    Row("tensor and muon", features=("muon",), overrides=(*_RAGGED, *_MUON), mesh=_TENSOR, ranks=4),
     Row("tensor with adapters", features=("lora", "selective"), overrides=_RAGGED, mesh=_TENSOR),
     Row("tensor with a 4-bit base", features=("nf4",), overrides=_RAGGED, mesh=_TENSOR),
     Row("tensor with an 8-bit base", features=("fp8",), overrides=_RAGGED, mesh=_TENSOR, everyday=False),

@@ -563,9 +563,9 @@ class _Step:
 
     def _orthogonalize(self, bucket: Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Orthogonalize the matrices in `received`, one batch per shape, and write the results to `sent`."""
-        parts: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for piece, span in bucket.with_spans(bucket.from_holders):  # holders are in the order of their rows or columns
-            parts[piece.matrix].append(received[span].view(piece.rows, piece.columns))
+        parts: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+        for piece, span in bucket.with_spans(bucket.from_holders):
+            parts[piece.matrix].append((piece, received[span].view(piece.rows, piece.columns)))
         spans: dict[int, list[tuple[Piece, slice]]] = defaultdict(list)
         for piece, span in bucket.with_spans(bucket.to_holders):
             spans[piece.matrix].append((piece, span))
@@ -669,11 +669,17 @@ class _Message:
         return torch.cat([split[i] for i in self._parts])
 
 
-def _assemble(parts: Sequence[Sequence[torch.Tensor]], rows: int, columns: int) -> torch.Tensor:
-    """Return matrices (B, R, N) from the parts of each, which divide either its rows or its columns, in order."""
-    if all(part.shape[1] == columns for part in itertools.chain.from_iterable(parts)):
-        return torch.cat([*itertools.chain.from_iterable(parts)]).view(-1, rows, columns)
-    return torch.stack([torch.cat(tuple(each), dim=int(each[0].shape[0] == rows)) for each in parts])
+def _assemble(parts: Sequence[Sequence[tuple[Piece, torch.Tensor]]], rows: int, columns: int) -> torch.Tensor:
+    """Return matrices (B, R, N) from the parts of each, which form a grid, in any order."""
+    in_order = [sorted(each, key=lambda part: (part[0].start, part[0].first_column)) for each in parts]
+    if all(piece.columns == columns for piece, _ in itertools.chain.from_iterable(in_order)):
+        return torch.cat([values for _, values in itertools.chain.from_iterable(in_order)]).view(-1, rows, columns)
+    matrices = in_order[0][0][1].new_empty(len(in_order), rows, columns)
+    for matrix, each in zip(matrices, in_order, strict=True):
+        for start, strip in itertools.groupby(each, key=lambda part: part[0].start):
+            side_by_side = [values for _, values in strip]
+            torch.cat(side_by_side, dim=1, out=matrix[start : start + side_by_side[0].shape[0]])
+    return matrices
 
 
 def _as_rows(tensor: torch.Tensor | None) -> torch.Tensor:
