@@ -194,9 +194,12 @@ def find_slices(config: RunConfig, rank: int) -> Slices | None:
 
 
 def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Return the configuration, with `mesh.context_method=auto` resolved to gather or heads if sequences are split."""
+    """Return the configuration, with `mesh.context_method=auto` resolved to gather or heads if sequences are split.
+
+    Unchanged if `mesh.context` or `mesh.tensor` is auto.
+    """
     mesh = config.mesh
-    if mesh.context in (1, AUTO) or mesh.context_method != "auto":
+    if mesh.context in (1, AUTO) or mesh.tensor == AUTO or mesh.context_method != "auto":
         return config
     _, num_kv_heads = _num_heads(config)
     divides_evenly = num_kv_heads is not None and num_kv_heads % config.ranks_per_sample == 0
@@ -205,23 +208,34 @@ def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, context_method=method))
 
 
-def with_context(config: RunConfig, context: int) -> RunConfig:
+def with_context(config: RunConfig, context: int | Literal["auto"]) -> RunConfig:
     """Return the configuration with `mesh.context` set to `context`."""
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, context=context))
 
 
-def context_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return one configuration for each `mesh.context` that the mesh, batch, sequence length and model allow.
+def with_tensor(config: RunConfig, tensor: int | Literal["auto"]) -> RunConfig:
+    """Return the configuration with `mesh.tensor` set to `tensor`."""
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=tensor))
 
-    Sizes are in ascending order, and `mesh.context_method` is resolved for each above 1.
+
+def group_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
+    """Return one configuration for each size of `mesh.tensor` and of `mesh.context`, if they are auto.
+
+    Only sizes that the mesh, batch, sequence length and model allow, and tensor-parallel groups within a node.  Sizes
+    are in ascending order, first those of `mesh.context` for the smallest `mesh.tensor`.  `mesh.context_method` is
+    resolved for each `mesh.context` above 1.
     """
     choices = []
-    for size in (size for size in range(1, shape.shard + 1) if shape.shard % size == 0):
-        candidate = resolve_context_method(with_context(config, size), ranks_per_node)
-        with contextlib.suppress(UserError):
-            check_context(candidate, shape, ranks_per_node)
-            check_batch(candidate, shape)
-            choices.append(candidate)
+    contexts = [size for size in range(1, shape.shard + 1) if shape.shard % size == 0]
+    tensors = [size for size in contexts if ranks_per_node % size == 0]
+    for tensor in tensors if config.mesh.tensor == AUTO else [config.tensor]:
+        for context in contexts if config.mesh.context == AUTO else [config.context]:
+            candidate = resolve_context_method(with_context(with_tensor(config, tensor), context), ranks_per_node)
+            with contextlib.suppress(UserError):
+                check_tensor(candidate, shape)
+                check_context(candidate, shape, ranks_per_node)
+                check_batch(candidate, shape)
+                choices.append(candidate)
     return choices
 
 
@@ -292,25 +306,6 @@ def check_batch(config: RunConfig, shape: MeshShape) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Tensor parallelism
-
-
-def with_tensor(config: RunConfig, tensor: int) -> RunConfig:
-    """Return the configuration with `mesh.tensor` set to `tensor`."""
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, tensor=tensor))
-
-
-def tensor_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return one configuration for each `mesh.tensor` within a node that the mesh, batch, data and model allow.
-
-    Sizes are in ascending order.
-    """
-    choices = []
-    for size in (size for size in range(1, ranks_per_node + 1) if ranks_per_node % size == shape.shard % size == 0):
-        candidate = with_tensor(config, size)
-        with contextlib.suppress(UserError):
-            check_tensor(candidate, shape)
-            choices.append(candidate)
-    return choices
 
 
 def check_tensor(config: RunConfig, shape: MeshShape) -> None:

@@ -24,7 +24,7 @@ from trainer.config.parallel import (
     check_context,
     check_expert,
     check_tensor,
-    context_choices,
+    group_choices,
     nearest_divisor,
     resolve_mesh_shape,
     with_context,
@@ -43,10 +43,8 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """
     shape = resolve_mesh_shape(config.mesh, world_size, local_world_size)
-    if config.mesh.tensor == AUTO:
-        config = with_tensor(config, 1)
-    if config.mesh.context == AUTO:  # if there is no valid choice, the checks for context=1 report why
-        config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
+    if AUTO in (config.mesh.context, config.mesh.tensor):
+        config = _with_groups(config, shape, local_world_size)
     if config.mesh.expert == AUTO:
         config = with_expert(config, 1, config.mesh.expert_method)
     check_context(config, shape, local_world_size)
@@ -77,6 +75,19 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     if config.spec.check is not None:
         config.spec.check(config.model)
     return shape
+
+
+def _with_groups(config: RunConfig, shape: MeshShape, local_world_size: int) -> RunConfig:
+    """Return the configuration with the first legal choice of `mesh.context` and `mesh.tensor`, if they are auto.
+
+    If there is none, auto becomes 1, so that the checks report why that is not legal.
+    """
+    choices = group_choices(config, shape, local_world_size)
+    if choices:
+        return choices[0]
+    if config.mesh.context == AUTO:
+        config = with_context(config, 1)
+    return with_tensor(config, 1) if config.mesh.tensor == AUTO else config
 
 
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:

@@ -4,7 +4,7 @@
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
   ranks=N            number of ranks (default: mesh.replicate x mesh.shard; if one of them is -1, the largest number
-                     on one node that suits the other one, the global batch, mesh.context and mesh.expert)
+                     on one node that suits the other one, the global batch, mesh.context, mesh.tensor and mesh.expert)
   device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
                      or a variant of one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
                      link_gb_s, bf16_tflops and fp8_tflops
@@ -177,8 +177,8 @@ def default_num_ranks(config: RunConfig, machine: Machine) -> int:
     """Return the number of ranks that the mesh sets.
 
     If the mesh leaves it open, this is the largest number of ranks on one node with which the settings are valid, such
-    as the global batch, `mesh.context` and `mesh.expert`.  If there is none, this is the smallest number that the mesh
-    allows, so that the message about the invalid setting is not about the number of ranks.
+    as the global batch, `mesh.context`, `mesh.tensor` and `mesh.expert`.  If there is none, this is the smallest number
+    that the mesh allows, so that the message about the invalid setting is not about the number of ranks.
     """
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard

@@ -56,10 +56,10 @@ class Estimate:
 
     memory: Memory
     collectives: Counter[Collective]
-    """How often a step issues each kind of collective: those of FSDP and of context and expert parallelism; three small
-    all-reduces of the training step (what the ranks agree on, through host memory; the squared gradient norm over the
-    shard axis; the loss over all ranks); that of the expert counts; and those of Muon, with the sizes that rank 0
-    receives."""
+    """How often a step issues each kind of collective: those of FSDP and of context, tensor and expert parallelism;
+    three small all-reduces of the training step (what the ranks agree on, through host memory; the squared gradient
+    norm over the shard axis; the loss over all ranks); that of the expert counts; and those of Muon, with the sizes
+    that rank 0 receives."""
     time: StepTime
 
 

@@ -114,7 +114,7 @@ def _more_replicas(plan: Plan) -> Plan | None:
     shard = math.gcd(mesh.shard, *(parameter.shape[0] for parameter in experts))
     other = MeshShape(mesh.num_ranks // shard, shard)
     section = replace(config.mesh, replicate=other.replicate, shard=shard)
-    if shard % config.context:
+    if shard % config.ranks_per_sample:
         return None
     candidate = make_plan(replace(config, mesh=section), other, plan.machine, plan.probe)
     is_shorter = candidate.time.total_s <= (1 - _MIN_GAIN) * plan.time.total_s

@@ -53,8 +53,9 @@ def resolve_on_device(config: RunConfig, mesh: MeshShape, world: World) -> tuple
     """Return `config` with its `auto` settings resolved identically on all ranks, and the planner's choice.
 
     The methods of context and expert parallelism are resolved before the planner's choice, whose plans need them, and
-    again after it, since it may choose `mesh.context` and `mesh.expert`.  The choice is None if nothing is `auto`, and
-    on all ranks but rank 0.  Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
+    again after it, since it may choose `mesh.context`, `mesh.tensor` and `mesh.expert`.  The choice is None if nothing
+    is `auto`, and on all ranks but rank 0.  Collective if any setting is `auto`.  Raises UserError on all ranks if
+    nothing fits.
     """
     config, choice = _choose_auto(_with_methods(config, world), mesh, world)
     return _with_methods(config, world), choice
@@ -85,7 +86,7 @@ def _choose_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
         micro_batch_size=settings["train.micro_batch_size"],
         offload_activations=settings["train.offload_activations"],
     )
-    groups = {name: settings[f"mesh.{name}"] for name in ("context", "expert", "expert_method")}
+    groups = {name: settings[f"mesh.{name}"] for name in ("context", "tensor", "expert", "expert_method")}
     return replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, **groups)), choice
 
 

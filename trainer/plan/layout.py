@@ -83,6 +83,12 @@ class Layout:
         """Return the number of ranks in a group that communicates inside the forward pass."""
         return {"context": self.context, "tensor": self.tensor, "expert": self.expert}[axis]
 
+    def split_axis(self, parameter: ParameterInfo) -> GroupAxis | None:
+        """Return the axis of the groups that first divide a parameter; None if no group does."""
+        if self.division(parameter).group == 1:
+            return None
+        return "expert" if parameter.is_expert else "tensor"
+
     def division(self, parameter: ParameterInfo) -> Division:
         """Return how a parameter is divided among the ranks of the shard axis."""
         return self.divisions.get(parameter.name) or Division(0, self.shard)

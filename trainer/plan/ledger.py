@@ -8,7 +8,7 @@ Collectives: how often each one is issued, by operation, mesh axis, number of ra
 full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.  For an
 all-to-all, the larger of one rank's send and receive buffers counts.
 
-Time: kernels and the collectives of context and expert parallelism share one stream.  FSDP2's all-gathers,
+Time: kernels and the collectives of context, tensor and expert parallelism share one stream.  FSDP2's all-gathers,
 reduce-scatters and all-reduces run on three others, and copies between device and host memory on a fifth.  The streams
 wait for each other as in FSDP2, and the host is assumed to run ahead of the device.
 """

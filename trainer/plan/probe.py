@@ -2,7 +2,7 @@
 
 The model runs forward and backward, unsharded, on one imaginary rank, and the points where FSDP would gather and reduce
 are recorded.  The result is a `Trace`, from which the planner simulates a step with any `mesh.replicate`, `mesh.shard`
-and resharding, without running the model again.  Each combination of context-parallel and expert-parallel group sizes
+and resharding, without running the model again.  Each combination of context-, tensor- and expert-parallel group sizes
 needs its own trace.
 """
 

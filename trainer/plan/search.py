@@ -1,7 +1,8 @@
 """Resolves settings that are `auto` to the fastest values that fit in memory, and says why.
 
 The search evaluates candidates with the planner, not with trial launches.  A candidate takes milliseconds, except that
-each combination of micro-batch size, checkpointing, offloading, and context and expert group sizes is traced once.
+each combination of micro-batch size, checkpointing, offloading, and context, tensor and expert group sizes is traced
+once.
 
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
 The last units in the forward pass stay for the shortest time, so the search leaves the last k units unsharded, for the
@@ -18,11 +19,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from trainer.config.parallel import MeshShape, context_choices
+from trainer.config.parallel import MeshShape, group_choices, with_context, with_tensor
 from trainer.config.rules import offloaded_fraction
 from trainer.config.schema import AUTO, Resharding, RunConfig, TrainSection, UnitResharding
 from trainer.errors import UserError
+from trainer.model.network import build_network
 from trainer.model.shard import checkpointing_choices, resolve_resharding
+from trainer.model.tensor import split_parameters
 from trainer.plan.experts import possible_choices
 from trainer.plan.machine import Machine
 from trainer.plan.plan import Plan, make_plan
@@ -85,26 +88,30 @@ def _best(plans: Iterable[Plan]) -> Plan:
 
 
 def chosen_settings(config: RunConfig) -> dict[str, object]:
-    """Return the settings that may be `auto`, by key, with their values in `config`.
-
-    `mesh.expert` is included only if it is `auto` or the model spec declares experts.
-    """
-    has_experts = config.spec.declares_experts(config.model) or config.mesh.expert == AUTO
+    """Return the settings that may be `auto`, by key, with their values in `config`."""
     return {
         "fsdp.reshard_after_forward": config.fsdp.reshard_after_forward,
         "train.activation_checkpoint": config.train.activation_checkpoint,
         "train.micro_batch_size": config.train.micro_batch_size,
         "mesh.context": config.mesh.context,
+        "mesh.tensor": config.mesh.tensor,
+        "mesh.expert": config.mesh.expert,
         "train.offload_activations": config.train.offload_activations,
-        **({"mesh.expert": config.mesh.expert} if has_experts else {}),
     }
 
 
 def settings_to_show(config: RunConfig) -> dict[str, object]:
-    """Return the entries of `chosen_settings` that are worth mentioning: offloading only if it is used."""
+    """Return the entries of `chosen_settings` that are worth mentioning.
+
+    Offloading and `mesh.tensor` are mentioned only if they are used; `mesh.expert` if the model spec declares experts.
+    """
     settings = chosen_settings(config)
     if settings["train.offload_activations"] == "none":
         del settings["train.offload_activations"]
+    if settings["mesh.tensor"] == 1:
+        del settings["mesh.tensor"]
+    if not config.spec.declares_experts(config.model):
+        del settings["mesh.expert"]
     return settings
 
 
@@ -116,14 +123,15 @@ def auto_settings(config: RunConfig) -> tuple[str, ...]:
 def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> PlannedChoice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
-    Context-parallel groups that span nodes are tried only if nothing else fits.
+    Ranks that share sequences are on several nodes, with `mesh.context=auto`, only if nothing else fits.
 
-    Raises NothingFits if no choice fits; its message lists changes to other settings that would help.
+    Raises NothingFits if no choice fits; its message lists changes to other settings that would help.  Raises UserError
+    if every size of `mesh.tensor` with which the batch is legal leaves one of the model's matrices undivided.
     """
     probe = Probe(config, machine.device_type, machine.imbalance)
     per_node = machine.rates.ranks_per_node
-    groups = [config] if config.mesh.context != AUTO else context_choices(config, mesh, per_node)
-    within_nodes = [each for each in groups if per_node % each.context == 0 or config.mesh.context != AUTO]
+    groups = _possible_groups(config, mesh, per_node)
+    within_nodes = [each for each in groups if per_node % each.ranks_per_sample == 0 or config.mesh.context != AUTO]
     candidates: list[Plan] = []
     for choices in (within_nodes, [each for each in groups if each not in within_nodes]):
         for choice in choices:
@@ -138,13 +146,41 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan
         raise NothingFits(_nothing_fits(config, smallest), smallest)
     fastest_s = min(plan.time.total_s for plan in fitting)
     as_fast = [plan for plan in fitting if plan.time.total_s <= (1 + TIME_TOLERANCE) * fastest_s]
-    best = min(as_fast, key=lambda plan: (plan.config.context, plan.config.expert, plan.memory.peak.total))
+    best = min(as_fast, key=_preference)
     alternatives = {key: _alternatives(best, candidates, key) for key in auto_settings(config)}
     return PlannedChoice(best, len(candidates), alternatives)
 
 
+def _preference(plan: Plan) -> tuple[int, ...]:
+    """Return what decides between plans that are equally fast; the smallest is preferred."""
+    config = plan.config
+    return config.ranks_per_sample, config.tensor, config.expert, plan.memory.peak.total
+
+
+def _possible_groups(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
+    """Return those of `group_choices` whose `mesh.tensor` divides the model's matrices; `config` if nothing is auto.
+
+    Raises UserError if there are none.
+    """
+    if AUTO not in (config.mesh.context, config.mesh.tensor):
+        return [config]
+    model = build_network(config)
+    possible = []
+    reason = None
+    for choice in group_choices(config, mesh, ranks_per_node):
+        try:
+            if choice.tensor > 1:
+                split_parameters(model, config.spec, choice.tensor)
+            possible.append(choice)
+        except UserError as error:
+            reason = error
+    if not possible and reason is not None:
+        raise reason
+    return possible
+
+
 class _Search:
-    """The candidates for a configuration whose context and expert group sizes are fixed."""
+    """The candidates for a configuration whose context, tensor and expert group sizes are fixed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> None:
         self._config = config
@@ -219,7 +255,12 @@ class _Search:
 
     @cached_property
     def _resharding_choices(self) -> list[UnitResharding]:
-        """The alternatives to `never` for one unit: reshard fully after the forward pass, or to groups of n ranks."""
+        """The alternatives to `never` for one unit: reshard fully after the forward pass, or to groups of n ranks.
+
+        Groups are not possible if some parameters are on a mesh of their own.
+        """
+        if self._config.tensor > 1 or self._config.expert > 1:
+            return ["always"]
         shard = self._mesh.shard
         node = self._machine.rates.ranks_per_node
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
@@ -296,7 +337,8 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
 def _traced_settings(config: RunConfig) -> tuple[object, ...]:
     """Return the settings in `_changes` that a `Probe` depends on: dtypes, and groups of ranks in the shard axis."""
     dtypes = config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype
-    return *dtypes, config.lora.base_dtype, config.context, config.expert, config.mesh.expert_method
+    groups = config.context, config.tensor, config.expert, config.mesh.expert_method
+    return *dtypes, config.lora.base_dtype, *groups
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
@@ -334,9 +376,12 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
         shards = replace(config, fsdp=replace(fsdp, accumulate="sharded"))
         yield "fsdp.accumulate=sharded", shards, mesh
     per_node = plan.machine.rates.ranks_per_node
-    for split in context_choices(config, mesh, per_node) if config.spec.context else []:
-        if config.context < split.context and per_node % split.context == 0:
+    for split in _possible_groups(with_context(config, AUTO), mesh, per_node):
+        if config.context < split.context and per_node % split.ranks_per_sample == 0:
             yield f"mesh.context={split.context}", split, mesh
+    for split in _possible_groups(with_tensor(config, AUTO), mesh, per_node):
+        if config.tensor < split.tensor and per_node % split.ranks_per_sample == 0:
+            yield f"mesh.tensor={split.tensor}", split, mesh
     for divided in possible_choices(config, mesh, per_node) if config.spec.declares_experts(config.model) else []:
         if config.expert < divided.expert:
             method = divided.mesh.expert_method

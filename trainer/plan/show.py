@@ -228,6 +228,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
             "replicate": plan.mesh.replicate,
             "shard": plan.mesh.shard,
             "context": plan.config.context,
+            "tensor": plan.config.tensor,
             "expert": plan.config.expert,
         },
         "num_ranks": plan.mesh.num_ranks,

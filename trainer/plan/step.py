@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.model.gradients import bucket_gradients, bucket_numel
+from trainer.plan.kernels import GroupAxis
 from trainer.plan.layout import Layout
 from trainer.plan.ledger import Ledger
 from trainer.plan.rates import Axis
@@ -100,12 +101,11 @@ class Part:
 
 
 def _parts_of(info: UnitInfo, reshard: bool | int, layout: Layout) -> Iterator[Part]:
-    """Yield the parts of a unit in the order in which FSDP gathers them: parameters with equal groups of ranks."""
-    by_ranks: dict[tuple[int, int], list[ParameterInfo]] = {}
+    """Yield the parts of a unit in the order in which FSDP gathers them: the parameters on each mesh."""
+    by_mesh: dict[tuple[GroupAxis | None, int], list[ParameterInfo]] = {}
     for parameter in info.parameters:
-        division = layout.division(parameter)
-        by_ranks.setdefault((division.group, division.parts), []).append(parameter)
-    for parameters in by_ranks.values():
+        by_mesh.setdefault((layout.split_axis(parameter), layout.division(parameter).parts), []).append(parameter)
+    for parameters in by_mesh.values():
         yield Part(info, reshard, parameters, layout)
 
 
