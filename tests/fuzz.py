@@ -52,6 +52,7 @@ class Mesh:
     shard: int = 1
     context: int = 1
     expert: int = 1
+    tensor: int = 1
 
     @property
     def ranks(self) -> int:
@@ -62,12 +63,13 @@ class Mesh:
         return [f"mesh.{each.name}={getattr(self, each.name)}" for each in dataclasses.fields(self)]
 
     def __str__(self) -> str:
-        groups = {"context": self.context, "expert": self.expert}
+        groups = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
         return f"{self.replicate}x{self.shard}" + "".join(f"/{name} {n}" for name, n in groups.items() if n > 1)
 
 
 MESHES = [Mesh(), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2), Mesh(1, 3), Mesh(1, 4)]
 CONTEXT_MESHES = [Mesh(1, 2, 2), Mesh(2, 2, 2), Mesh(1, 4, 2)]
+TENSOR_MESHES = [Mesh(1, 2, tensor=2), Mesh(2, 2, tensor=2), Mesh(1, 4, tensor=2)]
 EXPERT_MESHES = [Mesh(1, 2, 1, 2), Mesh(2, 2, 1, 2), Mesh(1, 4, 1, 2), Mesh(1, 4, 1, 4)]
 
 
@@ -217,6 +219,7 @@ def draw(seed: int, inputs: Path) -> Case:
 
     context = kind in ("tokens", "text", "synthetic") and model in ("llama", "qwen3") and documents == "joined"
     meshes = MESHES + (CONTEXT_MESHES if context and not has_lora else []) + EXPERT_MESHES * (model == "moe")
+    meshes += TENSOR_MESHES * (model in ("llama", "gpt2", "qwen3"))
     mesh, micro_batch_size = rng.choice(meshes), rng.choice([1, 2])
     # Only fp32 without dropout is promised to agree between meshes.  Which experts a token goes to is decided by
     # comparing, so that the last bit can change a whole token's output.

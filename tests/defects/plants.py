@@ -28,6 +28,7 @@ from trainer.data.chat.masking import Encoder
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import Mixture, make_order, sample_at
 from trainer.data.source import sample_content
+from trainer.distributed.exchange import scale_gradient
 from trainer.distributed.rank_status import find_late
 from trainer.distributed.world import World
 from trainer.experts import shard_experts
@@ -40,10 +41,11 @@ from trainer.model.gradients import norm_and_clip_factor
 from trainer.model.lora import without_adapters
 from trainer.model.parameters import local, seed_of, tied_names
 from trainer.model.placement import Box, Division
+from trainer.model.tensor import _Weights
 from trainer.optim.adamw import random_bits
 from trainer.optim.optimizer import Optimizer
 from trainer.run import report_error
-from trainer.sequence import Cache, attend, full_sequences, positions
+from trainer.sequence import Cache, attend, attention_positions, full_sequences
 from trainer.stopping import Stop
 from trainer.weights.adapters import MergedSource
 
@@ -142,9 +144,20 @@ def documents_see_each_other() -> None:
 def slices_from_0() -> None:
     def count_from_0(tokens_BT: Any, positions_BT: Any = None, documents: Any = None) -> torch.Tensor:
         with full_sequences():
-            return positions(tokens_BT, positions_BT, documents)[..., : tokens_BT.shape[1]]
+            return attention_positions(tokens_BT, positions_BT, documents)[..., : tokens_BT.shape[1]]
 
-    replace(positions, count_from_0)
+    replace(attention_positions, count_from_0)
+
+
+@defect("ranks", TABLE, "tensor-and-context and trains")
+def split_weights_with_gradients_of_all_ranks() -> None:
+    replace(scale_gradient, lambda x, factor: x)
+
+
+@defect("ranks", TABLE, "tensor-of-gpt2 and trains")
+def biases_added_by_every_rank() -> None:
+    parts = _Weights.parts
+    _Weights.parts = lambda self: {**parts(self), **{key: self._current(key) for key in self.added_once}}
 
 
 @defect("ranks", TABLE, "experts-by-gather and trains")

@@ -74,6 +74,7 @@ def split_model(model: nn.Module, spec: ModelSpec, group: TensorGroup, mesh: Dev
 
     Raises UserError if the plan does not fit the model, or if `mesh.tensor` does not divide one of the matrices.
     """
+    originals = [*model.parameters()]  # kept alive, since `divided` knows them by their ids
     divided: dict[int, nn.Parameter] = {}
     for name, style in find_plan(model, spec):
         module = model.get_submodule(name)
@@ -84,6 +85,7 @@ def split_model(model: nn.Module, spec: ModelSpec, group: TensorGroup, mesh: Dev
             weights.divide(mesh, divided)
             setattr(module, _GROUP_ATTRIBUTE, group)
             module.forward = _FORWARD[style](_Layer(module), weights)  # type: ignore[method-assign]
+    del originals
 
 
 def is_split(module: nn.Module) -> bool:
