@@ -4,7 +4,7 @@
     python -m tests.defects not-clipped      # some of them, by name
 
 Each of these tests must pass with the defect `nothing`, which plants nothing, and fail an assertion with its own. The
-last line is `N of 40 defects found`. A defect that was not planted where it has to act is not found, and neither is one
+last line is `N of 42 defects found`. A defect that was not planted where it has to act is not found, and neither is one
 with which the tests break off for another reason.
 """
 
