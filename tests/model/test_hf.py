@@ -31,7 +31,9 @@ from trainer import (
     load_weights,
     run,
 )
+from trainer.config.rules import check_config
 from trainer.model.initial_weights import materialize
+from trainer.model.tensor import find_plan
 from trainer.registry import find_model
 
 WHOLE_LOGITS = ("gemma2", "granite")
@@ -377,3 +379,32 @@ def test_options_of_training_do_not_change_losses(kind: str, feature: str, folde
         for name, own in (("plain", []), ("run", [feature]))
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("gpt2", "ships no plan for it"),
+        ("phi3", r"splits model\.layers\.\*\.self_attn\.qkv_proj by 'colwise_gather_output'"),
+        ("qwen3_moe", r"splits model\.layers\.\*\.mlp\.experts\.gate_up_proj by 'packed_colwise'"),
+    ],
+)
+def test_plans_that_cannot_be_translated_are_refused_by_name(folders: Folders, kind: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^mesh\.tensor: model_type={kind}: .*{message}"):
+        find_plan(fresh_model(folders(kind)), find_model("hf"))
+
+
+def test_plan_that_does_not_name_a_matrix_is_refused(folders: Folders) -> None:
+    model = fresh_model(folders("llama"))
+    model.model.layers[1].self_attn.extra = torch.nn.Linear(4, 4)
+    with pytest.raises(UserError, match=r"does not name model\.layers\.1\.self_attn\.extra\.weight"):
+        find_plan(model, find_model("hf"))
+
+
+@pytest.mark.parametrize(("tensor", "heads"), [(4, "num_key_value_heads=2"), (8, "num_attention_heads=4")])
+def test_ranks_that_would_share_a_head_are_refused(folders: Folders, tensor: int, heads: str) -> None:
+    config = load_config("llama_small", overrides(folders("llama"), f"mesh.tensor={tensor}"))
+    with pytest.raises(
+        UserError, match=rf"^mesh\.tensor={tensor}: must divide {heads}: each rank computes whole heads"
+    ):
+        check_config(config, tensor, tensor)
