@@ -340,6 +340,7 @@ def _heads_by_name(config: RunConfig) -> dict[str, int]:
     """Return the model's numbers of heads: fields of its configuration, or entries of config.json."""
     fields = {f"model.{name}": getattr(config.model, name, None) for name in ("num_heads", "num_kv_heads")}
     config_json = getattr(config.model, "config", None) or {}
+    config_json = config_json.get("text_config", config_json)
     entries = {name: config_json.get(name) for name in ("num_attention_heads", "num_key_value_heads")}
     return {name: number for name, number in {**fields, **entries}.items() if isinstance(number, int)}
 

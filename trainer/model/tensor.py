@@ -29,6 +29,8 @@ divided between layers).
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -44,8 +46,8 @@ from torch.func import functional_call
 from trainer.config.parallel import Slices, nearest_divisor
 from trainer.distributed.exchange import gather_parts, scale_gradient
 from trainer.errors import UserError, reason_of, setting_error
-from trainer.experts import ADAPTER_NAME
-from trainer.loss import VocabularyPart, find_loss, is_loss_replaced, split_vocabulary
+from trainer.experts import ADAPTER_NAME, fake_tensors
+from trainer.loss import VocabularyPart, is_loss_replaced, split_vocabulary
 from trainer.model.lora import AdaptedLinear
 from trainer.model.packed import BLOCK_SIZE, PackedLinear, Packing
 from trainer.model.placement import chunk_of
@@ -94,28 +96,35 @@ def is_split(module: nn.Module) -> bool:
 
 
 def check_plan(model: nn.Module, spec: ModelSpec, slices: Slices) -> None:
-    """Raise UserError if `model`, on the meta device, runs on whole sequences but not on `slices` as its plan says.
+    """Raise UserError if `model` runs on whole sequences but not on `slices` as its plan says.
 
     Finds plans that lead to wrong shapes; `trainer.lifecycle.probes.check_tensor` finds wrong results.
     """
     split = copy.deepcopy(model)
     split_model(split, spec, TensorGroup(slices.tensor_count, rank=0, name=""), mesh=None)
+    fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
+    fake_tensor_log.disabled = True  # it prints the stack of an operator that fails
     try:
-        _run_on_meta(split, slices)
+        _run_on_fake_tensors(split, slices)
     except Exception as error:  # raised by the model's code
         try:
-            _run_on_meta(model, None)
+            _run_on_fake_tensors(model, None)
         except Exception:  # not because of the plan
             return
         rule = f"model {spec.name!r} does not run with its plan (ModelSpec.tensor): {reason_of(error)}"
         raise setting_error("mesh.tensor", slices.tensor_count, rule, 1) from error
+    finally:
+        fake_tensor_log.disabled = False
 
 
-def _run_on_meta(model: nn.Module, slices: Slices | None) -> None:
+def _run_on_fake_tensors(model: nn.Module, slices: Slices | None) -> None:
     num_tokens = 4 if slices is None else slices.seq_len // slices.num_ranks
-    batch = {name: torch.zeros(1, num_tokens, dtype=torch.int64, device="meta") for name in ("tokens", "targets")}
-    with torch.no_grad(), torch.device("meta"), use_slices(slices):
-        find_loss(model)(batch)
+    names = [name for name in ("tokens", "targets") if name in inspect.signature(model.forward).parameters]
+    with fake_tensors(), torch.no_grad(), use_slices(slices):
+        named = (*model.named_parameters(), *model.named_buffers())
+        fakes = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
+        batch = {name: torch.zeros(1, num_tokens, dtype=torch.int64) for name in names}
+        functional_call(model, fakes, kwargs=batch)
 
 
 def split_parameters(model: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, int]:
