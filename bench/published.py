@@ -281,8 +281,8 @@ TABLES = (
                 f"recipe=llama3_70b {_batch(4096, 2, 8, 2)} ranks=16 mesh.tensor=2 lora.rank=16 {FULL} "
                 "train.compile=true",
                 984.85,
-                cause="On two nodes, their step takes 10 % longer than on one with as many tokens per GPU; the plan hides "
-                "the network behind kernels. Their Qwen2.5 32B, which has no recipe here, takes 8 % longer.",
+                cause="On two nodes, their step takes 10 % longer than on one with as many tokens per GPU; the plan "
+                "hides the network behind kernels. Their Qwen2.5 32B, which has no recipe here, takes 8 % longer.",
             ),
             "gpt-oss 20B, 8, expert 8": Row(
                 f"recipe=gpt_oss_20b {_batch(4096, 2, 8, 16)} ranks=8 mesh.expert=8 {EXCHANGE} {NONE}", 13058

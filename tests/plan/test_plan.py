@@ -384,6 +384,26 @@ def test_groups_that_share_sequences_are_chosen_for_a_small_batch() -> None:
     assert planned("recipe=llama_small", "ranks=4", "device=h100", "mesh.tensor=auto")["mesh"]["tensor"] == 1
 
 
+def test_refused_batch_says_which_ranks_could_share_sequences() -> None:
+    code, _, err = meshtrainer("plan", *FEW_SEQUENCES)
+    assert code == 2
+    (line,) = (line for line in err.splitlines() if "share sequences" in line)
+    for fix in ("mesh.context=2", "mesh.tensor=2"):
+        assert fix in line
+        assert planned(*FEW_SEQUENCES, fix)["num_micro_batches"] == 1
+
+
+def test_tensor_axis_is_proposed_where_gathered_weights_do_not_fit() -> None:
+    asked = ["recipe=llama_small", "ranks=4", "device=h100", "train.micro_batch_size=1", "data.seq_len=256", FULL]
+    asked += ["model.vocab_size=128256", "model.dim=512", "model.num_heads=8", "model.num_kv_heads=4", ALWAYS]
+    asked += ["fsdp.param_dtype=bfloat16", "optim.state_dtype=bfloat16", "train.weights_dtype=bfloat16"]
+    code, out, _ = meshtrainer("plan", *asked, "memory_gib=1.85")
+    assert code == 3
+    proposed = re.findall(r"^would fit: (mesh.tensor=\d+):", out, re.MULTILINE)
+    assert proposed
+    assert planned(*asked, proposed[0], "memory_gib=1.85")["fits"]
+
+
 def test_model_without_a_tensor_plan_is_planned_without_the_axis() -> None:
     found = planned("recipe=qwen3_next_small", "ranks=2", "device=h100", "mesh.tensor=auto", "mesh.expert=auto")
     assert found["mesh"]["tensor"] == 1

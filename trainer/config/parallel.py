@@ -282,8 +282,11 @@ def _num_heads(config: RunConfig) -> tuple[int | None, int | None]:
     return num_heads, getattr(config.model, "num_kv_heads", num_heads)
 
 
-def check_batch(config: RunConfig, shape: MeshShape) -> None:
-    """Raise UserError if the global batch does not divide evenly among the ranks."""
+def check_batch(config: RunConfig, shape: MeshShape, fix: str = "") -> None:
+    """Raise UserError if the global batch does not divide evenly among the ranks.
+
+    fix: what else to do, in words.
+    """
     batch = config.train.global_batch_size
     micro = config.train.micro_batch_size
     micro = 1 if micro == AUTO else int(micro)
@@ -301,7 +304,7 @@ def check_batch(config: RunConfig, shape: MeshShape) -> None:
         f"so a multiple of {num_groups * micro}"
     )
     legal = max(1, round(batch / (num_groups * micro))) * num_groups * micro
-    raise setting_error("train.global_batch_size", batch, rule, legal)
+    raise setting_error("train.global_batch_size", batch, rule, legal, fix=fix)
 
 
 # ---------------------------------------------------------------------------------------------------------------

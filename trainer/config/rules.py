@@ -50,7 +50,10 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     check_context(config, shape, local_world_size)
     check_tensor(config, shape)
     check_expert(config, shape, local_world_size)
-    check_batch(config, shape)
+    try:
+        check_batch(config, shape)
+    except UserError:
+        check_batch(config, shape, fix=_shared_sequences(config, shape, local_world_size))
     _check_reshard(config, shape)
     _check_needs(config)
     _check_activation_checkpoint(config)
@@ -88,6 +91,20 @@ def _with_groups(config: RunConfig, shape: MeshShape, local_world_size: int) -> 
     if config.mesh.context == AUTO:
         config = with_context(config, 1)
     return with_tensor(config, 1) if config.mesh.tensor == AUTO else config
+
+
+def _shared_sequences(config: RunConfig, shape: MeshShape, local_world_size: int) -> str:
+    """Return how the batch would be legal if ranks of a node shared sequences; an empty string if that is no help."""
+    fixes = []
+    for axis, other in (
+        ("context", with_context(config, AUTO)),
+        ("tensor", with_tensor(config, AUTO)),
+    ):
+        for choice in group_choices(other, shape, local_world_size):
+            if local_world_size % choice.ranks_per_sample == 0:
+                fixes.append(f"mesh.{axis}={getattr(choice, axis)}")
+                break
+    return f"let ranks share sequences: {' or '.join(fixes)}" if fixes else ""
 
 
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
