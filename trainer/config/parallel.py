@@ -282,17 +282,27 @@ def _num_heads(config: RunConfig) -> tuple[int | None, int | None]:
     return num_heads, getattr(config.model, "num_kv_heads", num_heads)
 
 
+def _num_micro_samples(config: RunConfig, shape: MeshShape) -> int:
+    """Return the number of samples in one micro-batch of all ranks; 1 per rank if `train.micro_batch_size` is auto."""
+    micro = config.train.micro_batch_size
+    return config.num_groups(shape.num_ranks) * (1 if micro == AUTO else int(micro))
+
+
+def batch_divides(config: RunConfig, shape: MeshShape) -> bool:
+    """Return whether the global batch divides evenly among the ranks."""
+    return config.train.global_batch_size % _num_micro_samples(config, shape) == 0
+
+
 def check_batch(config: RunConfig, shape: MeshShape, fix: str = "") -> None:
     """Raise UserError if the global batch does not divide evenly among the ranks.
 
     fix: what else to do, in words.
     """
-    batch = config.train.global_batch_size
-    micro = config.train.micro_batch_size
-    micro = 1 if micro == AUTO else int(micro)
-    num_groups = config.num_groups(shape.num_ranks)
-    if batch % (num_groups * micro) == 0:
+    if batch_divides(config, shape):
         return
+    batch = config.train.global_batch_size
+    num_samples = _num_micro_samples(config, shape)
+    num_groups = config.num_groups(shape.num_ranks)
     ranks = f"{num_groups} data-parallel ranks" if num_groups > 1 else "1 data-parallel rank"
     divisors = [
         f"mesh.{key}={size}" for key, size in (("context", config.context), ("tensor", config.tensor)) if size > 1
@@ -300,10 +310,10 @@ def check_batch(config: RunConfig, shape: MeshShape, fix: str = "") -> None:
     if divisors:
         ranks = " / ".join([f"{shape.num_ranks} ranks", *divisors])
     rule = (
-        f"must be {ranks} x train.micro_batch_size={micro} x a whole number of accumulation steps, "
-        f"so a multiple of {num_groups * micro}"
+        f"must be {ranks} x train.micro_batch_size={num_samples // num_groups} x a whole number of accumulation steps, "
+        f"so a multiple of {num_samples}"
     )
-    legal = max(1, round(batch / (num_groups * micro))) * num_groups * micro
+    legal = max(1, round(batch / num_samples)) * num_samples
     raise setting_error("train.global_batch_size", batch, rule, legal, fix=fix)
 
 

@@ -20,6 +20,7 @@ from trainer.config.files import CONFIG, run_from_best_path
 from trainer.config.keys import declared_keys
 from trainer.config.parallel import (
     MeshShape,
+    batch_divides,
     check_batch,
     check_context,
     check_expert,
@@ -50,10 +51,8 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     check_context(config, shape, local_world_size)
     check_tensor(config, shape)
     check_expert(config, shape, local_world_size)
-    try:
-        check_batch(config, shape)
-    except UserError:
-        check_batch(config, shape, fix=_shared_sequences(config, shape, local_world_size))
+    fix = "" if batch_divides(config, shape) else _shared_sequences(config, shape, local_world_size)
+    check_batch(config, shape, fix)
     _check_reshard(config, shape)
     _check_needs(config)
     _check_activation_checkpoint(config)
