@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from trainer.model.parameters import num_writes, storage_id
+from trainer.model.parameters import local, num_writes, storage_id
 
 MIN_BYTES = 4096
 """Minimum size in bytes of an offloaded storage.  Copying a smaller one takes more time than its memory is worth."""
@@ -243,7 +243,8 @@ class ActivationOffload:
         def pack(tensor: torch.Tensor) -> Any:
             nonlocal has_noted_parameters
             if not has_noted_parameters:  # not earlier: FSDP gathers them only once a compiled block has been called
-                call.skipped_storages |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
+                parameters = (local(parameter) for parameter in block.parameters())
+                call.skipped_storages |= {storage_id(parameter.untyped_storage()) for parameter in parameters}
                 has_noted_parameters = True
             return call.pack(tensor)
 
