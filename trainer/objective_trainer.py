@@ -163,7 +163,7 @@ class ObjectiveTrainer(Trainer):
 
 def _num_targets(batch: Batch) -> torch.Tensor:
     """Return the number of targets in each complete row of a batch, (R,), of which this rank may hold slices."""
-    return batch["num_targets"] if "num_targets" in batch else (batch["targets"] != IGNORE).sum(1)
+    return batch["targets_per_row"] if "targets_per_row" in batch else (batch["targets"] != IGNORE).sum(1)
 
 
 @contextmanager

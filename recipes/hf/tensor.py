@@ -22,13 +22,17 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 def tensor_plan(model: Any) -> dict[str, TensorStyle]:
     """Return the library's plan; the embedding and the head stay whole.
 
-    Raises UserError if the library has no plan for the model, if a style has no counterpart, or if a matrix in the
-    layers is not named.
+    Raises UserError if the library has no plan for the model, if a style has no counterpart, if a matrix in the layers
+    is not named, or for dropout outside attention: ranks would drop different elements of the same hidden states.
     """
     described = f"mesh.tensor: model_type={model.config.model_type}: transformers {transformers.__version__}"
     library_plan = model.config.base_model_tp_plan or {}
     if not library_plan:
         raise UserError(f"{described} ships no plan for it\n  try mesh.tensor=1")
+    for entry, rate in model.config.to_dict().items():
+        if "drop" in entry and "att" not in entry and isinstance(rate, float) and rate > 0:
+            rule = f"ranks would drop different elements of the same hidden states with {entry}={rate} in config.json"
+            raise UserError(f"{described}: {rule}\n  try mesh.tensor=1, or {entry}=0")
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     plan: dict[str, TensorStyle] = {}
     for name, style in library_plan.items():

@@ -253,7 +253,7 @@ ROWS = [
         "tensor, replicas and sharded accumulation", features=("sharded",), mesh=(*_TENSOR, "mesh.replicate=2"), ranks=4
     ),
     Row("tensor of four", "gpt_oss", overrides=(*_RAGGED, "model.num_kv_heads=4"), mesh=("mesh.tensor=4",), ranks=4),
-    Row("tensor, compiled", features=("compile", "muon"), overrides=(*_RAGGED, *_MUON), mesh=_TENSOR),
+    Row("tensor, compiled", features=("compile", "muon", "selective"), overrides=(*_RAGGED, *_MUON), mesh=_TENSOR),
     Row("tensor of transformers", "hf_dense", overrides=_RAGGED, mesh=_TENSOR),
     Row("tensor of transformers, adapters", "hf_windows", ("lora", "masked"), mesh=_TENSOR, ranks=4, everyday=False),
     Row("tensor of transformers, compiled", "hf_norms", ("compile",), _RAGGED, mesh=_TENSOR, everyday=False),

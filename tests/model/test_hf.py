@@ -408,3 +408,13 @@ def test_ranks_that_would_share_a_head_are_refused(folders: Folders, tensor: int
         UserError, match=rf"^mesh\.tensor={tensor}: must divide {heads}: each rank computes whole heads"
     ):
         check_config(config, tensor, tensor)
+
+
+def test_dropout_between_layers_that_share_tokens_is_refused(folders: Folders) -> None:
+    model = fresh_model(folders("granite"))
+    model.config.residual_dropout = 0.1
+    with pytest.raises(UserError, match=r"different elements of the same hidden states with residual_dropout=0\.1"):
+        find_plan(model, find_model("hf"))
+    model.config.residual_dropout = 0.0
+    model.config.attention_dropout = 0.1  # of each rank's own heads
+    assert find_plan(model, find_model("hf"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.helpers.cases import needs_torch
 from tests.helpers.launch import merged, on_ranks, run, tiny
@@ -146,6 +147,16 @@ def test_wrong_plan_is_found_before_the_first_step(plan: str, more: list[str], m
     assert "ModelSpec.tensor" in ran.err
     assert message in ran.err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@needs_torch("2.12")
+@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.15", reason="this torch compiles such blocks")
+def test_compiled_blocks_that_are_recomputed_whole_are_refused(tmp_path: Path) -> None:
+    """Before torch 2.15, their forward pass would fail; those that are recomputed in part are in the table."""
+    settings = tiny(*MODEL, "mesh.tensor=2", "nproc=2", "train.activation_checkpoint=full", "train.compile=true")
+    ran = run(tmp_path / "run", "recipe=llama_small", *settings, code=2)
+    assert "train.compile=true: with mesh.tensor=2 and train.activation_checkpoint=full" in ran.err
 
 
 MESHES = (

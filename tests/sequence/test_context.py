@@ -81,7 +81,7 @@ def test_entries_with_one_value_per_row_are_not_sliced() -> None:
         found = slice_batch(batch, each)
         assert found["tokens"].tolist() == part_of(each, torch.from_numpy(tokens), 1).tolist()
         assert all(np.array_equal(found[name], batch[name]) for name in ("documents", "source", "weights"))
-        assert found["num_targets"].tolist() == [21, 21], "of whole rows"
+        assert found["targets_per_row"].tolist() == [21, 21], "of whole rows"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="some of the drawn models are transformers models")
 
-from tests.fuzz import CONTEXT_MESHES, EXPERT_MESHES, MESHES, draw, parse_seeds, run_case, write_inputs
+from tests.fuzz import CONTEXT_MESHES, EXPERT_MESHES, MESHES, TENSOR_MESHES, draw, parse_seeds, run_case, write_inputs
 
 SEEDS = range(29)
 
@@ -21,7 +21,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_seeds_are_deterministic_and_cover_all_options(tmp_path: Path) -> None:
     cases = [draw(seed, tmp_path) for seed in range(200)]
     assert cases == [draw(seed, tmp_path) for seed in range(200)]
-    assert {case.mesh for case in cases} == {*MESHES, *CONTEXT_MESHES, *EXPERT_MESHES}
+    assert {case.mesh for case in cases} == {*MESHES, *CONTEXT_MESHES, *EXPERT_MESHES, *TENSOR_MESHES}
     text = " ".join(str(case) for case in cases)
     models, data = ["llama", "gpt2", "qwen3", "moe", "hf"], ["chat", "dpo", "mixture", "masked", "apart"]
     features = ["sgd", "muon", "lora", "dropout", "ema", "bf16"]

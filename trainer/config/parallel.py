@@ -164,8 +164,7 @@ class Slices:
         num_own = self.num_tokens // self.tensor_count
         first, last = self.tensor_number * num_own, (self.tensor_number + 1) * num_own
         own = []
-        offset = 0
-        """Index in the slice of a piece's first token."""
+        offset = 0  # index in the slice of a piece's first token
         for start, stop in self.pieces:
             own_start, own_stop = max(first, offset), min(last, offset + stop - start)
             if own_start < own_stop:
@@ -336,10 +335,9 @@ def check_tensor(config: RunConfig, shape: MeshShape) -> None:
         rule = f"model {config.spec.name!r} does not say how to split its matrices (ModelSpec(tensor=...))"
         raise setting_error("mesh.tensor", tensor, rule, 1)
     _check_objective_of_slices(config, "mesh.tensor", tensor)
-    for key, number in _heads_by_name(config).items():
-        if number % tensor:
-            rule = f"must divide {key}={number}: each rank computes whole heads"
-            raise setting_error("mesh.tensor", tensor, rule, nearest_divisor(tensor, math.gcd(number, shape.shard)))
+    for key, number in uneven_heads(config).items():
+        rule = f"must divide {key}={number}: each rank computes whole heads"
+        raise setting_error("mesh.tensor", tensor, rule, nearest_divisor(tensor, math.gcd(number, shape.shard)))
     length = config.data.seq_len
     if length % config.ranks_per_sample:
         parts = f"mesh.tensor={tensor}" + (f" x mesh.context={config.context}" if config.context > 1 else "")
@@ -349,13 +347,17 @@ def check_tensor(config: RunConfig, shape: MeshShape) -> None:
     _check_no_partial_reshard(config, f"mesh.tensor={tensor}")
 
 
-def _heads_by_name(config: RunConfig) -> dict[str, int]:
-    """Return the model's numbers of heads: fields of its configuration, or entries of config.json."""
+def uneven_heads(config: RunConfig) -> dict[str, int]:
+    """Return those numbers of the model's heads that `mesh.tensor` does not divide.
+
+    They are keyed by their names: fields of the model's configuration, or entries of config.json.
+    """
     fields = {f"model.{name}": getattr(config.model, name, None) for name in ("num_heads", "num_kv_heads")}
     config_json = getattr(config.model, "config", None) or {}
     config_json = config_json.get("text_config", config_json)
     entries = {name: config_json.get(name) for name in ("num_attention_heads", "num_key_value_heads")}
-    return {name: number for name, number in {**fields, **entries}.items() if isinstance(number, int)}
+    numbers = {**fields, **entries}
+    return {name: number for name, number in numbers.items() if isinstance(number, int) and number % config.tensor}
 
 
 def _check_works_with_tensor(config: RunConfig) -> None:

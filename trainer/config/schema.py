@@ -94,7 +94,9 @@ class RunSection:
         None, "device memory in GiB that auto settings may plan for; null: all of it", above=0
     )
     selfcheck: bool = declare(
-        True, "before the first step, check that all ranks agree on sharding, replicas, data and code"
+        True,
+        "before the first step, check that all ranks agree on sharding, replicas, data and code, and that split "
+        "sequences, matrices and experts give right results",
     )
     on_end: str | None = declare(
         None,

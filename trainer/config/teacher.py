@@ -8,6 +8,7 @@ from typing import Literal
 from trainer.config.files import CONFIG
 from trainer.config.load import load_stored
 from trainer.config.model_folder import find_native, generic_model_of
+from trainer.config.parallel import uneven_heads
 from trainer.config.schema import LoraSection, RunConfig
 from trainer.config.weights import locate
 from trainer.errors import setting_error
@@ -51,6 +52,9 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     if config.context > 1 and not teacher.spec.context:
         rule = f"is a {teacher.spec.name!r}, which needs whole sequences"
         raise setting_error(TEACHER_KEY, path, rule, fix="set mesh.context=1")
+    if config.tensor > 1 and (teacher.spec.tensor is None or uneven_heads(teacher)):
+        rule = f"is a {teacher.spec.name!r}, whose matrices and heads mesh.tensor={config.tensor} cannot divide"
+        raise setting_error(TEACHER_KEY, path, rule, fix="set mesh.tensor=1")
     if config.expert > 1:
         rule = "only one model's experts can be divided among ranks, and a teacher is a second model"
         raise setting_error("mesh.expert", config.expert, rule, 1)

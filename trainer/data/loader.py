@@ -55,7 +55,7 @@ Batch: TypeAlias = "dict[str, Tensor]"
 B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
 within its row, from 0, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context or tensor parallelism,
 entries with a value per token, except `documents`, hold only this rank's tokens: (B, seq_len / number of ranks).  A
-batch then also has `num_targets`, the number of targets in each complete row, (B,)."""
+batch then also has `targets_per_row`, the number of targets in each complete row, (B,)."""
 
 
 class TrainLoader:
@@ -384,10 +384,10 @@ def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
     """Return this rank's slices of all entries with a value per token, except `documents`, which stays complete.
 
     Targets are already shifted: the last target of a slice is the first token of the next slice.  Adds the entry
-    `num_targets`, the number of targets of each complete row.
+    `targets_per_row`, the number of targets of each complete row.
     """
     sliced = dict(batch)
-    sliced["num_targets"] = (batch["targets"] != IGNORE).sum(1)
+    sliced["targets_per_row"] = (batch["targets"] != IGNORE).sum(1)
     for name, entry in batch.items():
         if entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents":
             sliced[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.own_pieces], axis=1)

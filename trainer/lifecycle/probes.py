@@ -117,10 +117,12 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
 # Tensor parallelism: every gradient must be that of whole layers
 
 
-_SPLIT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+_SPLIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.45}
 """The largest difference of a parameter's gradients, as a fraction of their norm, by dtype.  It allows for a different
-order of summation, to which the gradients of queries and keys are sensitive while weights are fresh.  Mistakes are
-larger: a gradient that is lost, or counted twice, differs by its whole norm."""
+order of summation, to which the gradients of queries and keys are sensitive while weights are fresh, and for tokens
+that choose another expert because of it: 4e-6 in a Llama in float32, 0.05 in bfloat16, 0.2 for routers of 128 experts.
+Mistakes are larger: a gradient that is lost, or counted twice, differs by its whole norm, and one that is halved by
+half of it."""
 
 
 def check_tensor(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
@@ -144,7 +146,10 @@ def check_tensor(world: World, model: nn.Module, loader: object, config: RunConf
         actual = _gradients(model, slice_batch, config)
     if compiles_blocks(config.train.compile, world.device.type):
         torch.compiler.reset()  # otherwise the run's blocks would be compiled for sequences of any length
-    squares = [((actual[name] - whole).square().sum(), whole.square().sum()) for name, whole in expected.items()]
+    squares = [
+        ((actual[name] - whole).square().sum(dtype=torch.float64), whole.square().sum(dtype=torch.float64))
+        for name, whole in expected.items()
+    ]
     totals = world.sum_on_device(torch.tensor(squares, dtype=torch.float64, device=world.device))
     tolerance = max(_SPLIT_TOLERANCE[dtype] for dtype in {config.fsdp.param_dtype, config.fsdp.reduce_dtype})
     ratios = {
@@ -177,7 +182,7 @@ def _gradients(model: nn.Module, batch: Batch, config: RunConfig) -> dict[str, t
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name] = local(gradient.detach()).to("cpu", torch.float64)
+            gradients[name] = local(gradient.detach()).to("cpu", torch.float32)
             parameter.grad = None
     reshard(model)
     return gradients

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -30,7 +31,7 @@ from trainer.config.requirements import compiles_blocks
 from trainer.config.rules import budget_of, offloaded_fraction
 from trainer.config.schema import AUTO, FsdpSection, Resharding, RunConfig
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE, TENSOR, make_copy_mesh, name_of_group
-from trainer.errors import UserError, reason_of, setting_error
+from trainer.errors import UserError, print_stderr, reason_of, setting_error
 from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
 from trainer.model.gradients import record_resharding
@@ -73,7 +74,7 @@ def apply_sharding(
     slices = find_slices(config, rank=0)
     if slices is not None and slices.tensor_count > 1:
         check_plan(model, spec, replace(slices, seq_len=4 * slices.num_ranks))
-    compiles = compiles_blocks(train.compile, mesh.device_type)
+    compiles = _compiles(config, mesh.device_type, split_meshes)
     offload_fraction = offloaded_fraction(train.offload_activations)
     changes_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or offload_fraction > 0
     blocks = find_blocks(model, spec) if changes_blocks else []
@@ -112,6 +113,31 @@ def apply_sharding(
             split_model(model, spec, group, tensor_axis)
         _shard(model, units, reshard, config, mesh, split_meshes, copy_mesh)
     return units
+
+
+def _compiles(config: RunConfig, device_type: str, split_meshes: Mapping[str, DeviceMesh]) -> bool:
+    """Return whether to compile the blocks.
+
+    Before torch 2.15, a compiled block that is recomputed as a whole must not have parameters that are already
+    DTensors: its forward pass fails.  Then `train.compile=true` is a UserError, and `auto` warns and does not compile.
+    """
+    train = config.train
+    compiles = compiles_blocks(train.compile, device_type)
+    recomputes_whole_blocks = train.activation_checkpoint == "full" or isinstance(train.activation_checkpoint, int)
+    is_supported = TorchVersion(torch.__version__) >= "2.15" or not recomputes_whole_blocks
+    if not compiles or not split_meshes or is_supported:
+        return compiles
+    axes = " ".join(f"mesh.{axis}={getattr(config, axis)}" for axis in split_meshes)
+    rule = (
+        f"with {axes} and train.activation_checkpoint={train.activation_checkpoint}, compiled blocks need torch 2.15; "
+        f"this is {torch.__version__}"
+    )
+    if train.compile is True:
+        fix = "set train.activation_checkpoint=selective, or train.compile=false"
+        raise setting_error("train.compile", True, rule, fix=fix)
+    if dist.get_rank() == 0:
+        print_stderr(f"warning: blocks are not compiled: {rule}; train.activation_checkpoint=selective works")
+    return False
 
 
 def is_unsharded(config: RunConfig, num_shards: int) -> bool:

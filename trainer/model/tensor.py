@@ -42,6 +42,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from trainer.config.parallel import Slices, nearest_divisor
 from trainer.distributed.exchange import gather_parts, scale_gradient
@@ -329,9 +330,16 @@ class _Layer(nn.Module):
 # other ones: then the weights are gathered, not the tokens.
 
 
+def _run_whole(layer: _Layer, weights: _Weights, x_BTD: torch.Tensor) -> Any:
+    """Return the output of the whole layer.  The backward pass gathers the weights again, so that none are kept."""
+    return checkpoint(lambda x: layer.run(weights.whole(), x), x_BTD, use_reentrant=False)
+
+
 def _columns(layer: _Layer, weights: _Weights) -> Callable[..., Any]:
     def forward(x_BTD: torch.Tensor) -> Any:
-        return layer.run(weights.whole() if tensor_slices() is None else weights.parts(), x_BTD)
+        if tensor_slices() is None:
+            return _run_whole(layer, weights, x_BTD)
+        return layer.run(weights.parts(), x_BTD)
 
     return forward
 
@@ -339,7 +347,7 @@ def _columns(layer: _Layer, weights: _Weights) -> Callable[..., Any]:
 def _rows(layer: _Layer, weights: _Weights, gathers: bool = False) -> Callable[..., Any]:
     def forward(x_BTD: torch.Tensor) -> Any:
         if tensor_slices() is None:
-            return layer.run(weights.whole(), x_BTD)
+            return _run_whole(layer, weights, x_BTD)
         out_BtD = sum_tokens(layer.run(weights.parts(), x_BTD), -2)
         return gather_tokens(out_BtD, -2) if gathers else out_BtD
 

@@ -79,7 +79,10 @@ def use_slices(slices: Slices | None) -> Iterator[None]:
 
 
 def full_sequences() -> AbstractContextManager[None]:
-    """Treat model inputs inside the block as full sequences, even if training uses slices."""
+    """Treat model inputs inside the block as full sequences, even if training uses slices.
+
+    A backward pass belongs inside the block too, since what it recomputes must see full sequences as well.
+    """
     return use_slices(None)
 
 
