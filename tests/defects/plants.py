@@ -40,9 +40,9 @@ from trainer.lifecycle.state import RandomState
 from trainer.model.gradients import norm_and_clip_factor
 from trainer.model.lora import without_adapters
 from trainer.model.parameters import local, seed_of, tied_names
-from trainer.model.placement import Box, Division
 from trainer.model.tensor import _Weights
 from trainer.optim.adamw import random_bits
+from trainer.optim.muon import _assemble
 from trainer.optim.optimizer import Optimizer
 from trainer.run import report_error
 from trainer.sequence import Cache, attend, attention_positions, full_sequences
@@ -204,14 +204,11 @@ def reference_with_adapters() -> None:
 
 @defect("ranks", TABLE, "muon and not normuon and trains")
 def muon_rows_of_next_rank() -> None:
-    box = Division.box
+    def assemble_from_next(parts: Any, rows: int, columns: int) -> torch.Tensor:
+        (first, _), *_ = parts[0]
+        return _assemble(parts, rows, columns).roll(first.rows % rows, dims=1)
 
-    def box_of_next(self: Division, shape: Any, rank: int) -> Box:
-        own, other = box(self, shape, rank), box(self, shape, rank ^ 1)
-        is_same_size = [stop - start for start, stop in own] == [stop - start for start, stop in other]
-        return other if is_same_size else own
-
-    Division.box = box_of_next
+    replace(_assemble, assemble_from_next)
 
 
 @defect("tests", "optim/test_rounding.py", "bits")
