@@ -426,7 +426,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if gradients.is_needed:
                 gradients.add(chunk.take_gradient(one, hidden_ND.dtype), hidden_nD, weight_VD, start)
         ctx.save_for_backward(gradients.hidden_ND, gradients.weight_VD)
-        ctx.weight_dtype, ctx.part = weight_VD.dtype, part
+        ctx.weight_dtype = weight_VD.dtype
+        ctx.part = part
         return total if part is None else total / part.num_ranks
 
     @staticmethod

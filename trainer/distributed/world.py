@@ -42,7 +42,9 @@ from trainer.stopping import stop
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the two mesh axes, and of the context-parallel groups inside `shard`."""
-OUTER, EXPERT, TENSOR = "outer", "expert", "tensor"
+OUTER = "outer"
+EXPERT = "expert"
+TENSOR = "tensor"
 """Names of the axes into which `shard` is split: `outer`, and `expert` or `tensor`, whose ranks are consecutive."""
 COPY, PART = "copy", "part"
 """Names of the axes of stacks with fewer matrices than `shard` has ranks."""

@@ -68,8 +68,8 @@ class Packing:
     def row_bytes(self) -> int:
         return self.code_bytes + self.width // BLOCK_SIZE * _SCALE_BYTES
 
-    def of_rows(self, packed: torch.Tensor) -> Packing:
-        """Return the packing of rows of this code type, (..., bytes), of any width."""
+    def with_width_of(self, packed: torch.Tensor) -> Packing:
+        """Return the packing of rows (..., bytes) of this code type, whatever their width."""
         block_bytes = BLOCK_SIZE * CODE_BITS[self.code_type] // 8 + _SCALE_BYTES
         return Packing(self.code_type, packed.shape[-1] // block_bytes * BLOCK_SIZE)
 
@@ -200,7 +200,7 @@ class PackedLinear(nn.Module):
 
     def unpacked(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights (out, in) of `packed`: this layer's weight as saved or gathered, or columns of it."""
-        weight = self.packings["weight"].of_rows(packed).unpack(packed, dtype)
+        weight = self.packings["weight"].with_width_of(packed).unpack(packed, dtype)
         return weight.t() if self.is_transposed else weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ def check_plan(model: nn.Module, spec: ModelSpec, slices: Slices) -> None:
     except Exception as error:  # raised by the model's code
         try:
             _run_on_fake_tensors(model, None)
-        except Exception:  # not because of the plan
+        except Exception:  # not because of the plan; `check_tensor` will run it on real tensors
             return
         rule = f"model {spec.name!r} does not run with its plan (ModelSpec.tensor): {reason_of(error)}"
         raise setting_error("mesh.tensor", slices.tensor_count, rule, 1) from error
@@ -246,8 +246,7 @@ class _Weights:
         divided: the parts by the id of the parameter that they replace; a tied parameter is divided once.
         """
         for key, dim in self.dims.items():
-            owner_name, _, name = key.rpartition(".")
-            owner = self.module.get_submodule(owner_name)
+            owner, name = self._owner(key)
             parameter = owner.get_parameter(name)
             if id(parameter) not in divided:
                 start, stop = self.span(key)
@@ -289,10 +288,14 @@ class _Weights:
             weights[key] = torch.cat(parts.unbind(), dim).narrow(dim, 0, size)
         return weights
 
+    def _owner(self, key: str) -> tuple[nn.Module, str]:
+        """Return the module that owns a parameter directly, and the parameter's name there."""
+        path, _, name = key.rpartition(".")
+        return self.module.get_submodule(path), name
+
     def _current(self, key: str) -> torch.Tensor:
         """Return a parameter, or the tensor that replaces it at the moment (`torch.func.functional_call`)."""
-        owner, _, name = key.rpartition(".")
-        current: torch.Tensor = getattr(self.module.get_submodule(owner), name)
+        current: torch.Tensor = getattr(*self._owner(key))
         return current
 
     def _part(self, key: str) -> torch.Tensor:
