@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import tests.defects  # noqa: F401 - plants the defect that the environment names, before anything is imported
+import tests.defects  # plants the defect that the environment names, before anything is imported
 from tests.helpers import launch
 from tests.helpers.runs import chat, four, one, two
 from trainer.distributed.environment import limit_spinning
@@ -35,7 +35,8 @@ def pytest_configure() -> None:
     # A cache folder of the tests' own, kept between runs: a calibration in the user's cache would change plans.
     # Each checkout has its own, since another commit may have written other things under the same names.
     checkout = hashlib.sha256(str(launch.REPOSITORY).encode()).hexdigest()[:8]
-    folder = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}-{checkout}"
+    usual = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}-{checkout}"
+    folder = Path(os.environ.get(tests.defects.CACHE, usual))
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"  # a test that uses the Hub starts its own server

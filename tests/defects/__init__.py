@@ -8,6 +8,8 @@ imports it before anything else.
 Each planted process, and each process forked from one, leaves a mark: a file in the folder DEFECT_MARKS, named after
 its process, with the process that it was forked from. A server ignores modules that it cannot import, so without the
 mark of a rank, the tests may not have met the defect at all.
+
+DEFECT_CACHE names the cache folder of these tests: a defect may leave a damaged cache, which other tests must not read.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
-DEFECT, MARKS = "DEFECT", "DEFECT_MARKS"
+DEFECT, MARKS, CACHE = "DEFECT", "DEFECT_MARKS", "DEFECT_CACHE"
 NOTHING = "nothing"
 """The defect that plants nothing: no test may find it."""
 

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.defects import DEFECT, MARKS, NOTHING, Defect, Kind, marks_of
+from tests.defects import CACHE, DEFECT, MARKS, NOTHING, Defect, Kind, marks_of
 from tests.defects.plants import DEFECTS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,13 +70,13 @@ def try_defect(defect: Defect) -> Outcome:
     """Run the tests of a defect, with the defect planted, until one fails."""
     with tempfile.TemporaryDirectory(prefix=f"defect-{defect.name}-") as name:
         folder, began = Path(name), time.monotonic()
-        marks, times = folder / "marks", folder / "times.json"
+        marks, cache, times = folder / "marks", folder / "cache", folder / "times.json"
         marks.mkdir()
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.times"]
         command += [f"--basetemp={folder / 'tmp'}", "-m", "not campaign", defect.file]
         command += ["-k", defect.words] if defect.words else []
         command += [f"--timeout={defect.timeout_s}"] if defect.timeout_s else []
-        variables = {DEFECT: defect.name, MARKS: str(marks), "TIMES_JSON": str(times)}
+        variables = {DEFECT: defect.name, MARKS: str(marks), CACHE: str(cache), "TIMES_JSON": str(times)}
         with subprocess.Popen(
             command,
             cwd=REPOSITORY,
