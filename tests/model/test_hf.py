@@ -390,15 +390,15 @@ def test_options_of_training_do_not_change_losses(kind: str, feature: str, folde
     ],
 )
 def test_plans_that_cannot_be_translated_are_refused_by_name(folders: Folders, kind: str, message: str) -> None:
-    with pytest.raises(UserError, match=rf"^mesh\.tensor: model_type={kind}: .*{message}"):
-        find_plan(fresh_model(folders(kind)), find_model("hf"))
+    with pytest.raises(UserError, match=rf"^mesh\.tensor=2: model_type={kind}: .*{message}"):
+        find_plan(fresh_model(folders(kind)), find_model("hf"), 2)
 
 
 def test_plan_that_does_not_name_a_matrix_is_refused(folders: Folders) -> None:
     model = fresh_model(folders("llama"))
     model.model.layers[1].self_attn.extra = torch.nn.Linear(4, 4)
     with pytest.raises(UserError, match=r"does not name model\.layers\.1\.self_attn\.extra\.weight"):
-        find_plan(model, find_model("hf"))
+        find_plan(model, find_model("hf"), 2)
 
 
 @pytest.mark.parametrize(("tensor", "heads"), [(4, "num_key_value_heads=2"), (8, "num_attention_heads=4")])
@@ -414,7 +414,7 @@ def test_dropout_between_layers_that_share_tokens_is_refused(folders: Folders) -
     model = fresh_model(folders("granite"))
     model.config.residual_dropout = 0.1
     with pytest.raises(UserError, match=r"different elements of the same hidden states with residual_dropout=0\.1"):
-        find_plan(model, find_model("hf"))
+        find_plan(model, find_model("hf"), 2)
     model.config.residual_dropout = 0.0
     model.config.attention_dropout = 0.1  # of each rank's own heads
-    assert find_plan(model, find_model("hf"))
+    assert find_plan(model, find_model("hf"), 2)

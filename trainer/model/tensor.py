@@ -79,7 +79,7 @@ def split_model(model: nn.Module, spec: ModelSpec, group: TensorGroup, mesh: Dev
     """
     originals = [*model.parameters()]  # kept alive, since `divided` knows them by their ids
     divided: dict[int, nn.Parameter] = {}
-    for name, style in find_plan(model, spec):
+    for name, style in find_plan(model, spec, group.size):
         module = model.get_submodule(name)
         if style == "input":
             module.register_forward_pre_hook(_gather_input)
@@ -131,24 +131,27 @@ def _run_on_fake_tensors(model: nn.Module, slices: Slices | None) -> None:
 def split_parameters(model: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, int]:
     """Return the dimension along which each divided parameter of an undivided model would be divided, by name."""
     dims: dict[str, int] = {}
-    for name, style in find_plan(model, spec):
+    for name, style in find_plan(model, spec, num_ranks):
         if style not in ("input", "sequence"):
             module_dims = _Weights.of(model.get_submodule(name), name, style, spec, TensorGroup(num_ranks, 0, "")).dims
             dims |= {f"{name}.{parameter}": dim for parameter, dim in module_dims.items()}
     return dims
 
 
-def find_plan(model: nn.Module, spec: ModelSpec) -> list[tuple[str, TensorStyle]]:
-    """Return the modules that the spec's plan names, each with a style.
+def find_plan(model: nn.Module, spec: ModelSpec, num_ranks: int) -> list[tuple[str, TensorStyle]]:
+    """Return the modules that the spec's plan for `num_ranks` ranks names, each with a style.
 
-    Raises UserError if the spec has no plan, if a pattern matches no module, or if a matrix belongs to no module that
-    the plan names.
+    Raises UserError if the spec has no plan for this model, if a pattern matches no module, or if a matrix belongs to
+    no module that the plan names.
     """
-    if spec.tensor is None:
-        raise UserError(f"model {spec.name!r} does not say how to split its matrices (ModelSpec(tensor=...))")
+    assert spec.tensor is not None  # `trainer.config.parallel.check_tensor`
+    try:
+        entries = spec.tensor(model) if callable(spec.tensor) else spec.tensor
+    except UserError as error:
+        raise setting_error("mesh.tensor", num_ranks, str(error), 1) from error
     names = [name for name, _ in model.named_modules()]
     plan: list[tuple[str, TensorStyle]] = []
-    for pattern, styles in (spec.tensor(model) if callable(spec.tensor) else spec.tensor).items():
+    for pattern, styles in entries.items():
         matches = [name for name in names if matches_pattern(name, pattern)]
         if not matches:
             raise UserError(f"model {spec.name!r}: tensor: the model has no module {pattern!r}")
