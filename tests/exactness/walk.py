@@ -39,25 +39,30 @@ SETTINGS = (
 def on_each(ranks: int, function: Callable[[Any], Any], items: Mapping[str, Any], folder: Path) -> Any:
     """Return, by name, what `function(item)` returned on each rank, or the text of the error that ended the ranks.
 
-    One group of forked ranks takes one item after the other. If the ranks die, others go on with the rest.
+    Forked ranks take one item after the other. If they die or have had their share, others go on with the rest.
     """
     found: dict[str, list[Any] | str] = {}
-    while left := {name: item for name, item in items.items() if name not in found}:
+    while left := [name for name in items if name not in found]:
+        share = {name: items[name] for name in left[:_ITEMS_PER_SHARE]}
         for path in folder.glob("results*.jsonl"):
             path.unlink()
         died = ""
         try:
-            on_ranks(ranks, _call_each, function, left, str(folder))
+            on_ranks(ranks, _call_each, function, share, str(folder))
         except AssertionError as error:
             died = str(error)
         by_rank = [_read_results(folder / f"results{rank}.jsonl") for rank in range(ranks)]
-        complete = [name for name in left if all(name in results for results in by_rank)]
+        complete = [name for name in share if all(name in results for results in by_rank)]
         found |= {name: [results[name] for results in by_rank] for name in complete}
         if died:
-            unfinished = [name for name in left if name not in complete]
+            unfinished = [name for name in share if name not in complete]
             assert unfinished, died
             found[unfinished[0]] = died
     return found
+
+
+_ITEMS_PER_SHARE = 40
+"""So few that ranks with much to do are not taken for hanging after `gate.PATIENCE_S`."""
 
 
 def _call_each(function: Callable[[Any], Any], items: Mapping[str, Any], folder: str) -> None:
